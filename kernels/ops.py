@@ -1,0 +1,95 @@
+"""Every device operation the engine uses, as one interface; a backend is chosen once at start and passed down.
+
+`reference.py` (plain PyTorch) is the specification, `cpu/` the C++ kernels, `npu.py` the Ascend operators.
+"""
+
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+
+@runtime_checkable
+class Linear(Protocol):
+    """Weights of y = x W^T + b, in whatever packed form the backend computes fastest with."""
+
+    in_features: int
+    out_features: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [T, in_features] float32 (or the compute dtype) -> [T, out_features]."""
+        ...
+
+
+class Ops(Protocol):
+    """Device operations. T: tokens of the flattened batch, N: sequences, D: head_dim."""
+
+    name: str
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """Pack weight [out, in] (and bias [out]) once; the result is called in every step."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight over the last dim. x: [T, H] or [T, heads, D]."""
+        ...
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """s = x + residual; return (rms_norm(s), s). Both [T, H]; either input may be overwritten."""
+        ...
+
+    def rotary_kv_write(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        """Rotate q and k (half-split, as Hugging Face's rotate_half), write k and v to the paged cache, return rotated q.
+
+        q: [T, Hq, D]; k, v: [T, Hkv, D] (views with a row stride are fine); cos, sin: [T, D/2] float32;
+        k_cache, v_cache: [num_blocks, Hkv, block_size, D]; slot_mapping: [T] int32, block_id * block_size + offset, -1 skips
+        the write. Returns [T, Hq, D] contiguous.
+        """
+        ...
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_table: Tensor,
+        cu_seqlens_q: Tensor,
+        context_lens: Tensor,
+        scale: float,
+        max_seqlen_q: int,
+    ) -> Tensor:
+        """Causal attention over paged KV that already holds this step's own keys; blocks are read in place.
+
+        q: [T, Hq, D]; caches as above; block_table: [N, max_blocks] int32 (unused entries arbitrary); cu_seqlens_q: [N + 1] int32;
+        context_lens: [N] int32, keys of the sequence including this step's. Query i of a sequence with q_len queries sees keys
+        [0, context_len - q_len + i]. Decode rows are q_len 1; prefill chunks and decode rows may be mixed. Returns [T, Hq, D].
+        """
+        ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """gate_up: [T, 2 I] -> silu(gate_up[:, :I]) * gate_up[:, I:], [T, I]."""
+        ...
+
+    def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor:
+        """token_ids: [T] int32 or int64; weight: [V, H] -> [T, H]."""
+        ...
+
+
+def select_ops(name: str) -> Ops:
+    """The backend called `name`: auto, reference, cpu or npu. `auto` takes cpu, else reference with a logged reason.
+
+    Raises: ValueError: unknown name. RuntimeError: a backend asked for by name cannot be loaded; says why.
+    """
+    raise NotImplementedError(torch.__version__, name)
