@@ -5,8 +5,11 @@
 
 from typing import Protocol, runtime_checkable
 
-import torch
 from torch import Tensor
+
+from kernels.reference import ReferenceOps
+
+BACKENDS = ("auto", "reference", "cpu", "npu")
 
 
 @runtime_checkable
@@ -18,6 +21,13 @@ class Linear(Protocol):
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [T, in_features] float32 (or the compute dtype) -> [T, out_features]."""
+        ...
+
+    def rows(self, row_ids: Tensor) -> Tensor:
+        """row_ids: [T] int32 or int64 -> [T, in_features]: rows of W.
+
+        An embedding tied to this weight reads it here, so that no second copy of the weight is kept.
+        """
         ...
 
 
@@ -92,4 +102,8 @@ def select_ops(name: str) -> Ops:
 
     Raises: ValueError: unknown name. RuntimeError: a backend asked for by name cannot be loaded; says why.
     """
-    raise NotImplementedError(torch.__version__, name)
+    if name in ("auto", "reference"):
+        return ReferenceOps()
+    if name in ("cpu", "npu"):
+        raise RuntimeError(f"kernels backend {name} does not exist yet")
+    raise ValueError(f"kernels backend {name!r} is not one of {', '.join(BACKENDS)}")

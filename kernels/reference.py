@@ -1,0 +1,124 @@
+"""The specification of every op in plain PyTorch: simple, obviously right, on any device; speed is not a goal."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+class ReferenceLinear:
+    """y = x W^T + b on the weight as given."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._weight = weight
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [T, in_features] -> [T, out_features]."""
+        return functional.linear(x, self._weight, self._bias)
+
+    def rows(self, row_ids: Tensor) -> Tensor:
+        """row_ids: [T] -> [T, in_features]: rows of W."""
+        return self._weight[row_ids.long()]
+
+
+class ReferenceOps:
+    """Implements `kernels.ops.Ops`."""
+
+    name = "reference"
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> ReferenceLinear:
+        """Keep the weight as it is."""
+        return ReferenceLinear(weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight, in float32."""
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+        return (normed * weight.float()).to(x.dtype)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """(rms_norm(x + residual), x + residual)."""
+        total = x + residual
+        return self.rms_norm(total, weight, eps), total
+
+    def rotary_kv_write(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        """Rotate q and k, write k and v into their slots; see `Ops.rotary_kv_write`."""
+        block_size = k_cache.shape[2]
+        kept = slot_mapping >= 0
+        slots = slot_mapping[kept].long()
+        block_ids, offsets = slots // block_size, slots % block_size
+        k_cache[block_ids, :, offsets] = _rotate(k, cos, sin)[kept]
+        v_cache[block_ids, :, offsets] = v[kept]
+        return _rotate(q, cos, sin)
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_table: Tensor,
+        cu_seqlens_q: Tensor,
+        context_lens: Tensor,
+        scale: float,
+        max_seqlen_q: int,
+    ) -> Tensor:
+        """softmax(scale q k^T + causal mask) v, one sequence after the other; see `Ops.paged_attention`."""
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        starts = cu_seqlens_q.tolist()
+        for seq, context_len in enumerate(context_lens.tolist()):
+            rows = slice(starts[seq], starts[seq + 1])
+            keys = _gather(k_cache, block_table[seq], context_len)
+            values = _gather(v_cache, block_table[seq], context_len)
+            out[rows] = _causal_attention(q[rows], keys, values, scale)
+        return out
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(first half) * second half."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return functional.silu(gate) * up
+
+    def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor:
+        """Rows of weight."""
+        return functional.embedding(token_ids, weight)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x: [T, heads, D]; cos, sin: [T, D/2]."""
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return rotated.to(x.dtype)
+
+
+def _gather(cache: Tensor, block_ids: Tensor, context_len: int) -> Tensor:
+    """The first context_len keys or values of a sequence. -> [Hkv, context_len, D]."""
+    block_size = cache.shape[2]
+    num_blocks = (context_len + block_size - 1) // block_size
+    blocks = cache[block_ids[:num_blocks].long()]  # [n, Hkv, block_size, D]
+    return blocks.transpose(0, 1).flatten(1, 2)[:, :context_len]
+
+
+def _causal_attention(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """q: [S, Hq, D]; keys, values: [Hkv, C, D], the last S of them the queries' own. -> [S, Hq, D]."""
+    q_len, num_heads, head_dim = q.shape
+    num_kv_heads, context_len, _ = keys.shape
+    grouped = q.transpose(0, 1).reshape(num_kv_heads, -1, q_len, head_dim)
+    scores = scale * (grouped.float() @ keys.float()[:, None].transpose(-1, -2))
+    last_key = torch.arange(context_len - q_len, context_len, device=q.device)[:, None]
+    hidden = torch.arange(context_len, device=q.device)[None, :] > last_key  # [S, C]
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+    out = weights @ values.float()[:, None]  # [Hkv, G, S, D]
+    return out.reshape(num_heads, q_len, head_dim).transpose(0, 1).to(q.dtype)
