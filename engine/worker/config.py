@@ -1,0 +1,56 @@
+"""Everything one worker process is told at its start."""
+
+import json
+from dataclasses import asdict, dataclass, field
+
+from kvtransfer.config import KVTransferConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerConfig:
+    """Derived from the service's configuration by its launcher; the same for both roles."""
+
+    engine_id: str
+    """Stable over restarts: role and index, such as prefiller-0."""
+    model_path: str
+    """Folder of a Hugging Face model, or a .gguf file."""
+    model_name: str
+    """What clients call it; part of the salt of block hashes."""
+    host: str = "127.0.0.1"
+    """Address to bind and to publish."""
+    cluster_token: str = ""
+    """Secret that every peer must send; empty means none."""
+    block_size: int = 32
+    """Tokens per KV block."""
+    kv_cache_bytes: int = 512 << 20
+    """Memory of the KV cache, unless num_blocks is given."""
+    num_blocks: int | None = None
+    """Blocks of the KV cache."""
+    max_model_len: int | None = None
+    """Tokens one request may have; None takes the model's. Never more than the KV cache holds."""
+    max_num_seqs: int = 64
+    """Requests that run at once."""
+    max_num_batched_tokens: int = 512
+    """Tokens of one step."""
+    max_prefill_tokens: int | None = None
+    """Of these, tokens of requests that do not decode yet; None means all."""
+    max_num_waiting: int = 1024
+    """Bound of the queue."""
+    num_threads: int = 1
+    """Compute threads."""
+    ops_backend: str = "auto"
+    """auto, reference, cpu or npu."""
+    lease_s: float = 4.0
+    """A request that its proxy does not renew for this long is aborted."""
+    transfer: KVTransferConfig = field(default_factory=KVTransferConfig)
+    """Settings of the KV transfer."""
+
+    def to_json(self) -> str:
+        """The configuration as text, for the actor's constructor."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "WorkerConfig":
+        """Inverse of `to_json`."""
+        values = json.loads(text)
+        return cls(**values | {"transfer": KVTransferConfig(**values["transfer"])})
