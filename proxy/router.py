@@ -1,0 +1,176 @@
+"""Choose a worker for a piece of work: filter, score, pick; pure functions on snapshots.
+
+Scores are in tokens of prefill work: what is queued, what the prompt adds after its cached
+prefix, what running sequences slow down. The lowest wins.
+"""
+
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+from protos import worker_pb2
+from protos.block_hash import hash_blocks
+from proxy.session import Identity
+
+_TOKENS_PER_ACTIVE_SEQUENCE = 32.0
+_TOKENS_PER_FULL_POOL = 4096.0
+_TOKENS_PER_FAILURE = 1e6
+# A shared chat-template preamble must not pull every request to one worker.
+_MIN_MATCHED_SHARE = 0.5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerSnapshot:
+    """What the proxy knows about a connected worker at this moment."""
+
+    identity: Identity
+    role: "worker_pb2.Role.ValueType"
+    is_draining: bool = False
+    num_active: int = 0
+    """Sequences it serves, of this proxy or as it reports, whichever is more."""
+    num_pending_tokens: int = 0
+    """Prompt tokens it still has to compute."""
+    kv_usage: float = 0.0
+    """Share of its blocks that are held, 0..1."""
+    block_size: int = 32
+    max_model_len: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """The work to place."""
+
+    request_id: str
+    num_tokens: int
+    matched_tokens: Mapping[Identity, int]
+    """Tokens of its prefix that each worker probably holds."""
+    num_failures: Mapping[Identity, int]
+    """How often each worker failed this request."""
+
+
+def choose(
+    workers: Sequence[WorkerSnapshot],
+    role: "worker_pb2.Role.ValueType",
+    candidate: Candidate,
+    *,
+    max_failures: int,
+    excluded: Collection[Identity] = (),
+) -> Identity | None:
+    """Pick the worker of `role` with the lowest score; None when the filter leaves none.
+
+    Ties are broken by a hash of the request id, so equal workers share the load.
+    """
+    fitting = [
+        worker
+        for worker in workers
+        if worker.role == role
+        and not worker.is_draining
+        and worker.identity not in excluded
+        and candidate.num_failures.get(worker.identity, 0) < max_failures
+    ]
+    if not fitting:
+        return None
+    best = min(fitting, key=lambda worker: (score(worker, candidate), _lot(worker, candidate)))
+    return best.identity
+
+
+def score(worker: WorkerSnapshot, candidate: Candidate) -> float:
+    """Expected cost of placing `candidate` at `worker`; lower is better."""
+    matched = candidate.matched_tokens.get(worker.identity, 0)
+    if matched < candidate.num_tokens * _MIN_MATCHED_SHARE:
+        matched = 0
+    return (
+        worker.num_pending_tokens
+        + candidate.num_tokens
+        - matched
+        + worker.num_active * _TOKENS_PER_ACTIVE_SEQUENCE
+        + worker.kv_usage**2 * _TOKENS_PER_FULL_POOL
+        + candidate.num_failures.get(worker.identity, 0) * _TOKENS_PER_FAILURE
+    )
+
+
+def _lot(worker: WorkerSnapshot, candidate: Candidate) -> int:
+    return xxhash.xxh3_64_intdigest(f"{candidate.request_id}/{worker.identity}".encode())
+
+
+class PrefixIndex:
+    """Which workers were last seen with which prompt blocks; bounded, the oldest go first.
+
+    A hint only: workers evict without telling.
+    """
+
+    def __init__(self, max_blocks: int = 65536) -> None:
+        self._max_blocks = max_blocks
+        self._holders: OrderedDict[bytes, set[Identity]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def add(self, block_hashes: Sequence[bytes], identity: Identity) -> None:
+        """Note that `identity` now holds these blocks."""
+        for block_hash in block_hashes:
+            self._holders.setdefault(block_hash, set()).add(identity)
+            self._holders.move_to_end(block_hash)
+        while len(self._holders) > self._max_blocks:
+            self._holders.popitem(last=False)
+
+    def match(self, block_hashes: Sequence[bytes]) -> dict[Identity, int]:
+        """Count the leading blocks that each worker probably holds."""
+        matched: dict[Identity, int] = {}
+        alive: set[Identity] | None = None
+        for depth, block_hash in enumerate(block_hashes, start=1):
+            holders = self._holders.get(block_hash)
+            if holders is None:
+                break
+            alive = set(holders) if alive is None else alive & holders
+            if not alive:
+                break
+            for identity in alive:
+                matched[identity] = depth
+        return matched
+
+    def retain(self, identities: Collection[Identity]) -> None:
+        """Forget every worker that is not in `identities`."""
+        kept = set(identities)
+        for block_hash, holders in list(self._holders.items()):
+            holders &= kept
+            if not holders:
+                del self._holders[block_hash]
+
+
+class Router:
+    """Placement with memory: the prefix index of this proxy."""
+
+    def __init__(self) -> None:
+        self._index = PrefixIndex()
+
+    def hash_prompt(self, token_ids: Sequence[int], block_size: int, salt: str) -> list[bytes]:
+        """Hashes of the full blocks of a prompt, for `candidate` and `note`."""
+        return hash_blocks(token_ids, block_size, salt)
+
+    def candidate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        block_hashes: Sequence[bytes],
+        block_size: int,
+        num_failures: Mapping[Identity, int],
+    ) -> Candidate:
+        """Describe work for `choose`, with what the index knows about its prefix."""
+        matched = self._index.match(block_hashes)
+        return Candidate(
+            request_id=request_id,
+            num_tokens=num_tokens,
+            matched_tokens={who: depth * block_size for who, depth in matched.items()},
+            num_failures=num_failures,
+        )
+
+    def note(self, block_hashes: Sequence[bytes], identity: Identity) -> None:
+        """Remember that `identity` computed or received these blocks."""
+        self._index.add(block_hashes, identity)
+
+    def retain(self, identities: Collection[Identity]) -> None:
+        """Forget workers that are gone."""
+        self._index.retain(identities)
