@@ -21,6 +21,6 @@ class DecoderConfig:
     max_num_seqs: Annotated[int, Ge(1)] = 64
     """Sequences decoded in one step."""
     max_prefill_tokens: Annotated[int, Ge(1)] = 64
-    """Prompt tokens computed beside one decode step: short prompts, and requests that lost their KV."""
+    """Prompt tokens computed beside one decode step: short prompts, and requests that lost KV."""
     max_num_waiting: Annotated[int, Ge(1)] = 1024
     """Bound of the queue, of requests that wait for blocks included."""

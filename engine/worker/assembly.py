@@ -1,0 +1,110 @@
+"""From a worker's configuration to its engine: weights, KV cache, scheduler, runner, sampler."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtransfer.registration import KVMemory
+
+from engine.block_manager import BlockManager
+from engine.config import ModelConfig
+from engine.models import CausalLM, build_model
+from engine.runner import Runner
+from engine.sampling import Sampler
+from engine.scheduler import Scheduler, SchedulerConfig
+from engine.weights import load_model_config, load_weights
+from engine.worker.config import WorkerConfig
+from engine.worker.convert import layout_to_proto
+from engine.worker.process import Report, Start
+from engine.worker.stats import LoopCounters
+from engine.worker.step import StepRunner
+from kernels.ops import select_ops
+from kvtransfer.layout import KVLayout
+from protos import worker_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """The parts that a loop drives."""
+
+    hello: worker_pb2.WorkerHello
+    memory: KVMemory
+    blocks: BlockManager
+    scheduler: Scheduler
+    steps: StepRunner
+    counters: LoopCounters
+
+
+def build_engine(start: Start, role: worker_pb2.Role.ValueType, transport: str) -> Engine:
+    """Load the model and allocate the cache, reporting progress.
+
+    Raises: ValueError: the model or a limit does not fit; says which. OSError: unreadable files.
+    """
+    config = start.config
+    model_config = load_model_config(Path(config.model_path))
+    layout = _layout(config, model_config)
+    num_blocks = config.num_blocks or config.kv_cache_bytes // layout.block_bytes_all_layers
+    if num_blocks < 1:
+        raise ValueError(
+            f"kv_cache_bytes is {config.kv_cache_bytes}, one block takes "
+            f"{layout.block_bytes_all_layers} bytes"
+        )
+    model = _load_model(config, model_config, start.report)
+    memory = KVMemory.allocate(layout, num_blocks)
+    blocks = BlockManager(num_blocks, config.block_size)
+    max_model_len = min(
+        config.max_model_len or model_config.max_position_embeddings,
+        model_config.max_position_embeddings,
+        num_blocks * config.block_size,
+    )
+    eos_token_ids = frozenset(model_config.eos_token_ids)
+    scheduler = Scheduler(
+        SchedulerConfig(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_prefill_tokens=config.max_prefill_tokens,
+            max_num_waiting=config.max_num_waiting,
+            max_model_len=max_model_len,
+            prefill_only=role == worker_pb2.ROLE_PREFILLER,
+        ),
+        blocks,
+        eos_token_ids=eos_token_ids,
+    )
+    runner = Runner(model, memory.k_caches, memory.v_caches, config.block_size)
+    counters = LoopCounters()
+    sampler = Sampler(model_config.vocab_size, eos_token_ids)
+    hello = worker_pb2.WorkerHello(
+        engine_id=config.engine_id,
+        incarnation=start.incarnation,
+        role=role,
+        model=config.model_name,
+        layout=layout_to_proto(layout),
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        vocab_size=model_config.vocab_size,
+        transport=transport,
+    )
+    steps = StepRunner(scheduler, runner, sampler, counters)
+    return Engine(hello, memory, blocks, scheduler, steps, counters)
+
+
+def _layout(config: WorkerConfig, model_config: ModelConfig) -> KVLayout:
+    return KVLayout(
+        dtype="float32",
+        num_layers=model_config.num_layers,
+        num_kv_heads=model_config.num_kv_heads,
+        head_dim=model_config.head_dim,
+        block_size=config.block_size,
+        total_num_kv_heads=model_config.num_kv_heads,
+    )
+
+
+def _load_model(config: WorkerConfig, model_config: ModelConfig, report: Report) -> CausalLM:
+    report("building kernels", 0.0)
+    model = build_model(model_config, select_ops(config.ops_backend))
+    report("loading weights", 0.0)
+
+    def progress(done: int, total: int) -> None:
+        report("loading weights", done / max(total, 1))
+
+    load_weights(Path(config.model_path), model, progress)
+    return model

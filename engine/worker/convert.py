@@ -1,0 +1,120 @@
+"""Wire messages to engine types and back; nothing past this file sees a proto request."""
+
+import time
+
+from engine.request import FinishReason, Request, RequestKey, SamplingParams
+from engine.sampling import TokenLogprobs
+from kvtransfer.layout import KVLayout
+from protos import worker_pb2
+
+_FINISH_REASONS = {
+    None: worker_pb2.FINISH_NONE,
+    FinishReason.STOP: worker_pb2.FINISH_STOP,
+    FinishReason.LENGTH: worker_pb2.FINISH_LENGTH,
+}
+
+
+def key_from_proto(key: worker_pb2.RequestKey) -> RequestKey:
+    """(request_id, attempt) of a wire key."""
+    return (key.request_id, key.attempt)
+
+
+def key_to_proto(key: RequestKey) -> worker_pb2.RequestKey:
+    """Inverse of `key_from_proto`."""
+    return worker_pb2.RequestKey(request_id=key[0], attempt=key[1])
+
+
+def sampling_from_proto(sampling: worker_pb2.SamplingParams) -> SamplingParams:
+    """Sampling parameters as the engine keeps them."""
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=dict(sampling.logit_bias),
+        seed=sampling.seed,
+        num_logprobs=sampling.num_logprobs if sampling.HasField("num_logprobs") else None,
+        num_prompt_logprobs=(
+            sampling.num_prompt_logprobs if sampling.HasField("num_prompt_logprobs") else None
+        ),
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        ignore_eos=sampling.ignore_eos,
+        stop_token_ids=frozenset(sampling.stop_token_ids),
+    )
+
+
+def request_from_proto(
+    key: worker_pb2.RequestKey, work: worker_pb2.Work, *, model_name: str, vocab_size: int
+) -> Request:
+    """A new request for this worker; its clock starts now.
+
+    Raises: ValueError: no tokens, or a token id outside the vocabulary.
+    """
+    token_ids = list(work.token_ids)
+    if not token_ids:
+        raise ValueError("token_ids is empty")
+    if max(token_ids) >= vocab_size:
+        raise ValueError(f"token id {max(token_ids)} is outside the vocabulary of {vocab_size}")
+    now_s = time.monotonic()
+    return Request(
+        request_id=key.request_id,
+        attempt=key.attempt,
+        token_ids=token_ids,
+        num_prompt_tokens=work.num_prompt_tokens,
+        sampling=sampling_from_proto(work.sampling),
+        deadline_s=now_s + work.deadline_ms / 1000 if work.deadline_ms else float("inf"),
+        priority=work.priority,
+        cache_salt=f"{model_name}/{work.cache_salt}",
+        arrival_s=now_s,
+    )
+
+
+def logprobs_to_proto(
+    entries: list[TokenLogprobs],
+) -> tuple[list[worker_pb2.TokenLogprob], list[worker_pb2.LogprobList]]:
+    """(the tokens' own, their alternatives), one of each per entry."""
+    own = [worker_pb2.TokenLogprob(token_id=e.token_id, logprob=e.logprob) for e in entries]
+    top = [
+        worker_pb2.LogprobList(
+            logprobs=[worker_pb2.TokenLogprob(token_id=t, logprob=lp) for t, lp in e.top]
+        )
+        for e in entries
+    ]
+    return own, top
+
+
+def output_to_proto(
+    request: Request, token_ids: list[int], logprobs: list[TokenLogprobs]
+) -> worker_pb2.TokenOutput:
+    """The newest tokens of a request; `token_ids` are the last ones of its outputs."""
+    own, top = logprobs_to_proto(logprobs)
+    output = worker_pb2.TokenOutput(
+        key=key_to_proto(request.key),
+        output_index=request.num_output_tokens - len(token_ids),
+        token_ids=token_ids,
+        logprobs=own,
+        top_logprobs=top,
+        finish_reason=_FINISH_REASONS[request.finish_reason],
+        num_cached_tokens=request.num_cached_tokens,
+    )
+    return output
+
+
+def layout_to_proto(layout: KVLayout) -> worker_pb2.KVLayout:
+    """The layout as peers compare it."""
+    return worker_pb2.KVLayout(
+        dtype=layout.dtype,
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        block_size=layout.block_size,
+        tp_rank=layout.tp_rank,
+        tp_size=layout.tp_size,
+        total_num_kv_heads=layout.total_num_kv_heads,
+        kv_lora_rank=layout.kv_lora_rank,
+        rope_dim=layout.rope_dim,
+    )

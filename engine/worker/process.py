@@ -1,0 +1,127 @@
+"""Life of a worker process: load in the background, serve, run the loop, report.
+
+starting (phase, progress) --> ready --> stopped
+         \\-- failed (error), the process stays so that the error can be read
+ready --an exception leaves the loop--> the process exits with 1 and its owner restarts it
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from engine.worker.config import WorkerConfig
+from engine.worker.server import ServerThread
+
+_STOP_TIMEOUT_S = 10.0
+
+_log = logging.getLogger(__name__)
+
+Info = dict[str, str | int | float]
+Report = Callable[[str, float], None]
+"""report(phase, progress from 0 to 1)."""
+
+
+class Loop(Protocol):
+    """An engine loop as its process sees it."""
+
+    def run(self) -> None:
+        """Work until asked to stop; called on the process's engine thread."""
+        ...
+
+    def request_stop(self) -> None:
+        """Make `run` return after the current step; any thread."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a role needs to build its loop."""
+
+    config: WorkerConfig
+    incarnation: int
+    server: ServerThread
+    address: str
+    report: Report
+
+
+class WorkerProcess:
+    """Runs one role; `serve` builds the loop, answers on `server` while its context is open."""
+
+    def __init__(
+        self, config: WorkerConfig, serve: Callable[[Start], AbstractContextManager[Loop]]
+    ) -> None:
+        self._config = config
+        self._serve = serve
+        self._lock = threading.Lock()
+        self._loop: Loop | None = None
+        # NOTE: a restart within a nanosecond is impossible, and clocks step back less than restarts take.
+        incarnation = time.time_ns() // 1000
+        self._info: Info = {
+            "engine_id": config.engine_id,
+            "incarnation": incarnation,
+            "address": "",
+            "state": "starting",
+            "phase": "starting",
+            "progress": 0.0,
+            "error": "",
+            "pid": os.getpid(),
+        }
+        self._incarnation = incarnation
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+        self._thread.start()
+
+    def info(self) -> Info:
+        """A snapshot for the controller."""
+        with self._lock:
+            return dict(self._info)
+
+    def stop(self) -> None:
+        """End the loop and the server; returns when both are over, or after a bounded wait."""
+        with self._lock:
+            loop = self._loop
+        if loop is not None:
+            loop.request_stop()
+            self._thread.join(_STOP_TIMEOUT_S)
+
+    def _update(self, **values: str | float) -> None:
+        with self._lock:
+            self._info.update(values)
+
+    def _report(self, phase: str, progress: float) -> None:
+        self._update(phase=phase, progress=progress)
+
+    def _main(self) -> None:
+        torch.set_num_threads(self._config.num_threads)
+        server = ServerThread("grpc")
+        try:
+            address = f"{self._config.host}:{server.bind(self._config.host)}"
+            start = Start(self._config, self._incarnation, server, address, self._report)
+            with self._serve(start) as loop:
+                with self._lock:
+                    self._loop = loop
+                self._update(address=address, state="ready", phase="serving", progress=1.0)
+                self._run(loop)
+        except Exception as error:
+            _log.exception("worker %s could not start", self._config.engine_id)
+            self._update(state="failed", error=f"{type(error).__name__}: {error}")
+        else:
+            self._update(state="stopped", address="")
+        finally:
+            server.stop()
+
+    def _run(self, loop: Loop) -> None:
+        try:
+            loop.run()
+        except Exception:
+            # NOTE: after an unexpected error nobody knows which blocks are whose. Exit: the streams
+            # break, the proxies take their requests elsewhere, Ray starts a clean process.
+            _log.exception("engine loop of %s failed: exiting", self._config.engine_id)
+            logging.shutdown()
+            os._exit(1)

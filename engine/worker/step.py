@@ -1,0 +1,77 @@
+"""One engine step and what it tells the proxies: the part that both roles share."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+
+from engine.request import Request, RequestKey
+from engine.runner import Runner
+from engine.sampling import Sampler
+from engine.scheduler import ScheduledRequest, Scheduler
+from engine.worker.convert import logprobs_to_proto, output_to_proto
+from engine.worker.stats import LoopCounters
+from protos import worker_pb2
+
+Emitted = tuple[Request, worker_pb2.TokenOutput]
+
+
+class StepRunner:
+    """Runs scheduled requests, samples, advances the scheduler and builds the token messages."""
+
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, sampler: Sampler, counters: LoopCounters
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._sampler = sampler
+        self._counters = counters
+        self._prompt_logprobs: dict[RequestKey, list[worker_pb2.LogprobList]] = {}
+
+    def run(
+        self, scheduled: Sequence[ScheduledRequest], on_layer: Callable[[int], None] | None = None
+    ) -> list[Emitted]:
+        """Compute one step; return each request that got a token, with its message.
+
+        on_layer(i): called from inside the forward pass once layer i's KV of this step is written.
+        """
+        output = self._runner.run(scheduled, on_layer)
+        for part in output.prompt_logprobs:
+            # NOTE: the token's own logprob comes first in its list.
+            own, top = logprobs_to_proto(part.entries)
+            lists = self._prompt_logprobs.setdefault(part.request.key, [])
+            for token, alternatives in zip(own, top, strict=True):
+                lists.append(worker_pb2.LogprobList(logprobs=[token, *alternatives.logprobs]))
+        sampling = [entry.request for entry in scheduled if entry.samples]
+        for entry in scheduled:
+            self._counters.num_computed_tokens += entry.num_tokens
+            if entry.request.num_output_tokens == 0:
+                self._counters.num_prompt_tokens += entry.num_tokens
+        sampled = self._sampler.sample(output.logits, sampling)
+        self._scheduler.update(scheduled, sampled.token_ids)
+        self._counters.num_generated_tokens += len(sampling)
+        emitted = []
+        for request, token_id, logprobs in zip(
+            sampling, sampled.token_ids, sampled.logprobs, strict=True
+        ):
+            message = output_to_proto(request, [token_id], [logprobs] if logprobs else [])
+            message.prompt_logprobs.extend(self._prompt_logprobs.pop(request.key, ()))
+            emitted.append((request, message))
+        return emitted
+
+    def forget(self, key: RequestKey) -> None:
+        """Drop what is kept for a request that ends before its first token."""
+        self._prompt_logprobs.pop(key, None)
+
+
+def group_by_session(
+    emitted: Iterable[Emitted], session_of: Callable[[RequestKey], int | None]
+) -> list[tuple[int, worker_pb2.WorkerMessage]]:
+    """One StepOutput per session."""
+    groups: dict[int, list[worker_pb2.TokenOutput]] = defaultdict(list)
+    for request, message in emitted:
+        session_id = session_of(request.key)
+        if session_id is not None:
+            groups[session_id].append(message)
+    return [
+        (session_id, worker_pb2.WorkerMessage(step=worker_pb2.StepOutput(outputs=outputs)))
+        for session_id, outputs in groups.items()
+    ]

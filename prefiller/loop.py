@@ -1,0 +1,257 @@
+"""The prefiller's engine loop: it computes prompts, pushes their KV and reports the first token.
+
+    Prefill --> WAITING --> RUNNING (chunks; each layer pushed as it is written)
+                              --first token sampled, reported--> SENDING --all written--> Released
+    any --Cancel, lease, deadline, session closed--> ending --nothing in flight--> Released
+
+One thread owns everything here. Other threads put events into the inbox; answers leave through the
+outbox. Blocks are freed only when the transfer says that it will never read them again.
+"""
+
+import logging
+import time
+from dataclasses import dataclass
+
+from kvtransfer.connector import BlockCopy, Sender, Transfer, TransferResult
+
+from engine.block_manager import BlockManager
+from engine.request import Request, RequestKey, RequestState
+from engine.scheduler import QueueFull, ScheduledRequest, Scheduler
+from engine.worker.convert import key_from_proto, request_from_proto
+from engine.worker.inbox import Inbox, SessionClosed, SessionMessage, StatsQuery, Stop
+from engine.worker.leases import Leases
+from engine.worker.replies import Replies
+from engine.worker.stats import LoopCounters, build_stats
+from engine.worker.step import StepRunner
+from protos import worker_pb2
+
+PrefillEvent = SessionMessage | SessionClosed | StatsQuery | Stop | TransferResult
+
+_IDLE_WAIT_S = 0.25
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """A request and its transfer."""
+
+    request: Request
+    target: worker_pb2.KVTarget
+    transfer: Transfer | None = None
+    """Set at the first chunk; None again once it is quiet."""
+    next_block: int = 0
+    """First block of the prompt that was not pushed yet."""
+    ending: bool = False
+
+
+class PrefillLoop:
+    """See the module's docstring."""
+
+    def __init__(
+        self,
+        *,
+        hello: worker_pb2.WorkerHello,
+        scheduler: Scheduler,
+        blocks: BlockManager,
+        steps: StepRunner,
+        counters: LoopCounters,
+        sender: Sender,
+        inbox: Inbox[PrefillEvent],
+        leases: Leases,
+        replies: Replies,
+    ) -> None:
+        self._hello = hello
+        self._scheduler = scheduler
+        self._blocks = blocks
+        self._steps = steps
+        self._counters = counters
+        self._sender = sender
+        self._inbox = inbox
+        self._leases = leases
+        self._replies = replies
+        self._entries: dict[RequestKey, _Entry] = {}
+        self._stopping = False
+        self._progressed = False
+
+    def run(self) -> None:
+        """Work until a Stop event."""
+        while not self._stopping:
+            self.step()
+
+    def request_stop(self) -> None:
+        """Make `run` return after the current step; any thread."""
+        self._inbox.put(Stop())
+
+    def step(self) -> None:
+        """Take in what has arrived, compute one chunk, report first tokens."""
+        for event in self._inbox.drain(0.0 if self._progressed else _IDLE_WAIT_S):
+            self._dispatch(event)
+        self._expire(time.monotonic())
+        self._replies.flush()
+        output = self._scheduler.schedule()
+        self._progressed = bool(output.scheduled)
+        if output.scheduled:
+            self._compute(output.scheduled)
+        if self._replies.stats_due():
+            self._replies.stats(self._stats())
+        self._replies.flush()
+
+    def _compute(self, scheduled: list[ScheduledRequest]) -> None:
+        pushes = [self._next_push(entry) for entry in scheduled]
+
+        def push_layer(layer_idx: int) -> None:
+            for transfer, copies in pushes:
+                transfer.push(layer_idx, copies)
+
+        emitted = self._steps.run(scheduled, push_layer)
+        self._replies.tokens(emitted)
+        self._replies.flush()
+        for request, _ in emitted:
+            transfer = self._entries[request.key].transfer
+            if transfer is None:
+                # It failed during this step; the event that says so is in the inbox.
+                continue
+            if request.finish_reason is None:
+                transfer.finish()
+            else:
+                transfer.abort("the first token ended the request")
+
+    def _next_push(self, scheduled: ScheduledRequest) -> tuple[Transfer, list[BlockCopy]]:
+        """The blocks that this step completes, or leaves half full for good; same for every layer."""
+        request = scheduled.request
+        entry = self._entries[request.key]
+        if entry.transfer is None:
+            entry.transfer = self._sender.begin(request.key, entry.target, self._inbox.put)
+        num_computed = request.num_computed_tokens + scheduled.num_tokens
+        end_block = num_computed // self._blocks.block_size
+        if scheduled.samples:
+            end_block = self._blocks.num_blocks_for(num_computed)
+        first_block = entry.target.first_block
+        copies = [
+            BlockCopy(source_block_id=request.block_ids[index], target_index=index - first_block)
+            for index in range(entry.next_block, end_block)
+        ]
+        entry.next_block = max(entry.next_block, end_block)
+        return entry.transfer, copies
+
+    def _dispatch(self, event: PrefillEvent) -> None:
+        match event:
+            case SessionMessage(session_id, message):
+                self._dispatch_message(session_id, message)
+            case TransferResult():
+                self._on_transfer_result(event)
+            case SessionClosed(session_id):
+                for key in self._leases.of_session(session_id):
+                    self._end(key, "the proxy's session closed")
+            case StatsQuery(reply):
+                reply.set_result(self._stats())
+            case Stop():
+                self._stopping = True
+
+    def _dispatch_message(self, session_id: int, message: worker_pb2.ProxyMessage) -> None:
+        match message.WhichOneof("message"):
+            case "prefill":
+                self._prefill(session_id, message.prefill)
+            case "cancel":
+                key = key_from_proto(message.cancel.key)
+                if key in self._entries:
+                    self._end(key, message.cancel.reason or "cancelled")
+                else:
+                    self._replies.unknown(session_id, key)
+            case "renew":
+                keys = map(key_from_proto, message.renew.keys)
+                self._leases.renew(keys, time.monotonic())
+            case kind:
+                _log.warning("session %d sent %s, not for a prefiller", session_id, kind)
+                self._counters.num_stale_messages += 1
+
+    def _prefill(self, session_id: int, message: worker_pb2.Prefill) -> None:
+        key = key_from_proto(message.key)
+        if key in self._entries:
+            self._counters.num_stale_messages += 1
+            return
+        self._leases.grant(key, session_id, time.monotonic())
+        try:
+            request = request_from_proto(
+                message.key,
+                message.work,
+                model_name=self._hello.model,
+                vocab_size=self._hello.vocab_size,
+            )
+            self._scheduler.add(request)
+        except ValueError as error:
+            self._refuse(key, worker_pb2.FAILURE_INVALID, str(error))
+        except QueueFull as error:
+            self._refuse(key, worker_pb2.FAILURE_OVERLOADED, str(error))
+        else:
+            self._entries[key] = _Entry(
+                request, message.target, next_block=message.target.first_block
+            )
+
+    def _refuse(self, key: RequestKey, code: worker_pb2.FailureCode.ValueType, reason: str) -> None:
+        self._replies.failed(key, code, reason)
+        self._replies.released(key)
+
+    def _on_transfer_result(self, result: TransferResult) -> None:
+        entry = self._entries.get(result.key)
+        if entry is None:
+            self._counters.num_stale_messages += 1
+            return
+        entry.transfer = None
+        if not result.ok and not entry.ending and entry.request.finish_reason is None:
+            self._replies.failed(result.key, worker_pb2.FAILURE_TRANSFER, result.error)
+        self._release(entry)
+
+    def _end(self, key: RequestKey, reason: str) -> None:
+        """Stop whatever is done for a key; its blocks go back once the transfer is quiet."""
+        entry = self._entries[key]
+        if entry.ending:
+            return
+        entry.ending = True
+        if entry.transfer is None:
+            self._release(entry)
+            return
+        self._leave_scheduler(entry.request)
+        entry.transfer.abort(reason)
+
+    def _leave_scheduler(self, request: Request) -> None:
+        # NOTE: the scheduler frees the blocks of what it removes, but these may still be read.
+        block_ids, request.block_ids = request.block_ids, []
+        self._scheduler.remove(request)
+        request.block_ids = block_ids
+
+    def _release(self, entry: _Entry) -> None:
+        request = entry.request
+        self._scheduler.remove(request)
+        del self._entries[request.key]
+        self._steps.forget(request.key)
+        self._replies.released(request.key)
+
+    def _expire(self, now_s: float) -> None:
+        for key in self._leases.expired(now_s):
+            entry = self._entries.get(key)
+            if entry is not None and not entry.ending:
+                self._counters.num_expired_leases += 1
+                reason = "the proxy did not renew its lease"
+                self._replies.failed(key, worker_pb2.FAILURE_LEASE, reason)
+                self._end(key, reason)
+        late = [key for key, e in self._entries.items() if e.request.deadline_s <= now_s]
+        for key in late:
+            entry = self._entries[key]
+            # A prompt that was computed in time is the decoder's business now.
+            if not entry.ending and entry.request.state is not RequestState.SENDING:
+                reason = f"deadline passed while {entry.request.state.value}"
+                self._replies.failed(key, worker_pb2.FAILURE_DEADLINE, reason)
+                self._end(key, reason)
+
+    def _stats(self) -> worker_pb2.WorkerStats:
+        return build_stats(
+            self._hello,
+            self._counters,
+            self._scheduler,
+            self._blocks,
+            num_leases=len(self._leases),
+            num_pending=0,
+            transfers=self._sender.stats(),
+        )
