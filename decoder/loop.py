@@ -6,7 +6,7 @@
     RESERVED --PrefillLocally--> WAITING --> RUNNING
     any --Cancel, lease, deadline, KV failed, session closed--> ending --writer quiet--> Released
 
-While ending, blocks that a writer may still touch are in quarantine. One thread owns everything here.
+While ending, blocks that a writer may still touch are in quarantine. One thread owns everything.
 Other threads put events into the inbox; answers leave through the outbox.
 """
 

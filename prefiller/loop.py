@@ -118,7 +118,7 @@ class PrefillLoop:
                 transfer.abort("the first token ended the request")
 
     def _next_push(self, scheduled: ScheduledRequest) -> tuple[Transfer, list[BlockCopy]]:
-        """The blocks that this step completes, or leaves half full for good; same for every layer."""
+        """The blocks that this step completes, or leaves half full; same for every layer."""
         request = scheduled.request
         entry = self._entries[request.key]
         if entry.transfer is None:

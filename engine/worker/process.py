@@ -61,7 +61,7 @@ class WorkerProcess:
         self._serve = serve
         self._lock = threading.Lock()
         self._loop: Loop | None = None
-        # NOTE: a restart within a nanosecond is impossible, and clocks step back less than restarts take.
+        # NOTE: the clock in microseconds: a restart takes far longer than any step of it.
         incarnation = time.time_ns() // 1000
         self._info: Info = {
             "engine_id": config.engine_id,

@@ -43,7 +43,7 @@ class ServerThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout_s)
 
     def bind(self, host: str) -> int:
-        """Create the server on a free port of `host`; return it. Nothing is answered before `start`."""
+        """Create the server on a free port of `host`; return it. `start` makes it answer."""
 
         async def create() -> int:
             self._server = grpc.aio.server(options=_OPTIONS)
