@@ -1,0 +1,128 @@
+"""The flat batch of one step: all requests' tokens back to back, and where their KV lives."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.scheduler import ScheduledRequest
+
+Int32s = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class KVBatch:
+    """The paged KV of all layers and this step's place in it: T tokens, N sequences, in int32."""
+
+    k_caches: Sequence[Tensor]
+    """One a layer: [num_blocks, num_kv_heads, block_size, head_dim]."""
+    v_caches: Sequence[Tensor]
+    """As k_caches."""
+    slot_mapping: Tensor
+    """[T]: block_id * block_size + offset of each token; -1 skips the write."""
+    block_table: Tensor
+    """[N, max_blocks]: blocks of each sequence in order; entries past its context are arbitrary."""
+    cu_seqlens_q: Tensor
+    """[N + 1]: where each sequence's tokens start."""
+    context_lens: Tensor
+    """[N]: keys of each sequence, this step's included."""
+    max_seqlen_q: int
+    """Most tokens of one sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Input of one model forward."""
+
+    input_ids: Tensor
+    """[T] int32."""
+    positions: Tensor
+    """[T] int32."""
+    kv: KVBatch
+    sample_rows: Tensor
+    """[R] int32: last token of each sequence that samples, in order."""
+
+
+class GrowableArray:
+    """An int32 buffer that is handed out from its start and only ever grows."""
+
+    def __init__(self, capacity: int) -> None:
+        self._array: Int32s = np.zeros(capacity, np.int32)
+
+    def take(self, size: int) -> Int32s:
+        """A view on the first `size` elements; contents are those of the last use."""
+        if size > len(self._array):
+            self._array = np.zeros(max(size, 2 * len(self._array)), np.int32)
+        return self._array[:size]
+
+
+class BatchBuilder:
+    """Lays scheduled requests out as a `Batch`; its tensors are valid until the next `build`."""
+
+    def __init__(
+        self, k_caches: Sequence[Tensor], v_caches: Sequence[Tensor], block_size: int
+    ) -> None:
+        self._k_caches = k_caches
+        self._v_caches = v_caches
+        self._block_size = block_size
+        self._tokens, self._positions, self._slots = (GrowableArray(2048) for _ in range(3))
+        self._starts, self._contexts, self._samples = (GrowableArray(65) for _ in range(3))
+        self._table = GrowableArray(4096)
+
+    def build(self, scheduled: Sequence[ScheduledRequest]) -> Batch:
+        """Lay out the next `num_tokens` tokens of each request, which holds their blocks."""
+        n, size = len(scheduled), self._block_size
+        computed = np.fromiter((s.request.num_computed_tokens for s in scheduled), np.int32, n)
+        seqlens = np.fromiter((s.num_tokens for s in scheduled), np.int32, n)
+        starts = self._starts.take(n + 1)
+        starts[0] = 0
+        np.cumsum(seqlens, out=starts[1:])
+        contexts = self._contexts.take(n)
+        np.add(computed, seqlens, out=contexts)
+
+        num_tokens = int(starts[-1])
+        positions = self._positions.take(num_tokens)
+        positions[:] = np.arange(num_tokens, dtype=np.int32)
+        positions += np.repeat(computed - starts[:-1], seqlens)
+        table = self._block_table(scheduled, -(-contexts // size))
+        slots = self._slots.take(num_tokens)
+        rows = np.repeat(np.arange(n, dtype=np.int32), seqlens)
+        slots[:] = table[rows, positions // size] * size + positions % size
+
+        samples = [i + 1 for i, s in enumerate(scheduled) if s.samples]
+        sample_rows = self._samples.take(len(samples))
+        sample_rows[:] = starts[samples] - 1
+        kv = KVBatch(
+            k_caches=self._k_caches,
+            v_caches=self._v_caches,
+            slot_mapping=torch.from_numpy(slots),
+            block_table=torch.from_numpy(table),
+            cu_seqlens_q=torch.from_numpy(starts),
+            context_lens=torch.from_numpy(contexts),
+            max_seqlen_q=int(seqlens.max()),
+        )
+        return Batch(
+            input_ids=torch.from_numpy(self._token_ids(scheduled, starts)),
+            positions=torch.from_numpy(positions),
+            kv=kv,
+            sample_rows=torch.from_numpy(sample_rows),
+        )
+
+    def _token_ids(self, scheduled: Sequence[ScheduledRequest], starts: Int32s) -> Int32s:
+        token_ids = self._tokens.take(int(starts[-1]))
+        for start, entry in zip(starts.tolist(), scheduled, strict=False):
+            first, count = entry.request.num_computed_tokens, entry.num_tokens
+            token_ids[start : start + count] = entry.request.token_ids[first : first + count]
+        return token_ids
+
+    def _block_table(self, scheduled: Sequence[ScheduledRequest], num_blocks: Int32s) -> Int32s:
+        width = int(num_blocks.max())
+        # NOTE: carved flat, so that the table is contiguous whatever its width is in this step.
+        table = self._table.take(len(scheduled) * width).reshape(len(scheduled), width)
+        for row, entry, count in zip(table, scheduled, num_blocks.tolist(), strict=True):
+            assert count <= len(entry.request.block_ids), f"{entry.request.key} lacks blocks"
+            row[:count] = entry.request.block_ids[:count]
+        return table

@@ -1,0 +1,76 @@
+"""What the engine knows of the model it runs. How a worker runs it is in engine.worker.config."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt
+
+RopeType = Literal["default", "linear", "llama3", "yarn"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RopeConfig:
+    """Rotary position embedding and how it is stretched beyond the trained context."""
+
+    rope_type: RopeType = "default"
+    """Kind of scaling."""
+    theta: Annotated[float, Gt(0)] = 10000.0
+    """Base of the wavelengths."""
+    factor: Annotated[float, Gt(0)] = 1.0
+    """By how much the context is stretched; unused by `default`."""
+    original_max_position_embeddings: Annotated[int, Ge(1)] = 8192
+    """Context that the model was trained with; for llama3 and yarn."""
+    low_freq_factor: float = 1.0
+    """llama3: wavelengths above original / low_freq_factor are stretched in full."""
+    high_freq_factor: float = 4.0
+    """llama3: wavelengths below original / high_freq_factor are kept."""
+    beta_fast: float = 32.0
+    """yarn: dimensions that turn more often than this within the original context are kept."""
+    beta_slow: float = 1.0
+    """yarn: dimensions that turn less often than this are stretched in full."""
+    attention_factor: float = 1.0
+    """yarn: multiplies cos and sin."""
+    truncate: bool = True
+    """yarn: round the bounds of the ramp to whole dimensions."""
+    divisors: tuple[float, ...] = ()
+    """Per frequency, on top of the rest: GGUF's form of llama3; empty means none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """One model, as its config.json or its GGUF metadata describes it."""
+
+    architecture: str
+    """Class name, such as LlamaForCausalLM; a key of engine.models.MODELS."""
+    vocab_size: Annotated[int, Ge(1)]
+    """Rows of the embedding."""
+    hidden_size: Annotated[int, Ge(1)]
+    """Width of the residual stream."""
+    intermediate_size: Annotated[int, Ge(1)]
+    """Width of the MLP."""
+    num_layers: Annotated[int, Ge(1)]
+    """Decoder layers."""
+    num_heads: Annotated[int, Ge(1)]
+    """Query heads."""
+    num_kv_heads: Annotated[int, Ge(1)]
+    """Key and value heads; divides num_heads."""
+    head_dim: Annotated[int, Ge(2)]
+    """Width of a head."""
+    rms_norm_eps: float = 1e-6
+    """Added to the mean square."""
+    rope: RopeConfig = RopeConfig()
+    """Position embedding."""
+    max_position_embeddings: Annotated[int, Ge(1)] = 2048
+    """Longest context."""
+    tie_word_embeddings: bool = False
+    """Whether the output projection is the embedding."""
+    attention_bias: bool = False
+    """Whether q, k, v and o projections have a bias."""
+    mlp_bias: bool = False
+    """Whether the MLP's projections have a bias."""
+    bos_token_id: int | None = None
+    """Put before a prompt by tokenizers that do."""
+    eos_token_ids: frozenset[int] = frozenset()
+    """Any of these ends a generation."""
+    dtype: str = "float32"
+    """Type of the weights in the files; computation is in float32."""

@@ -1,0 +1,77 @@
+"""Grouped-query attention over the paged KV cache."""
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from engine.batch import KVBatch
+from engine.config import ModelConfig
+from engine.layers.linear import FusedLinear
+from engine.layers.norm import RMSNorm
+from kernels.ops import Ops
+
+OnLayer = Callable[[int], None]
+"""Called with layer i as soon as this step's keys and values of layer i are in the cache."""
+
+
+class Attention(nn.Module):
+    """Project, rotate, write the KV, attend, project back.
+
+    Source: GQA (arXiv 2305.13245); paging as in PagedAttention (arXiv 2309.06180).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer_idx: int,
+        *,
+        ops: Ops,
+        qkv_bias: bool,
+        o_bias: bool,
+        qk_norm: bool = False,
+    ) -> None:
+        super().__init__()
+        head_dim, eps = config.head_dim, config.rms_norm_eps
+        q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
+        self._ops = ops
+        self._layer_idx = layer_idx
+        self._head_dim = head_dim
+        self._sizes = [q_size, kv_size, kv_size]
+        self._scale = head_dim**-0.5
+        self.qkv_proj = FusedLinear(
+            config.hidden_size,
+            {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size},
+            bias=qkv_bias,
+            ops=ops,
+        )
+        self.o_proj = FusedLinear(q_size, {"o_proj": config.hidden_size}, bias=o_bias, ops=ops)
+        self.q_norm = RMSNorm(head_dim, eps, name="q_norm", ops=ops) if qk_norm else None
+        self.k_norm = RMSNorm(head_dim, eps, name="k_norm", ops=ops) if qk_norm else None
+
+    def forward(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], kv: KVBatch, on_layer: OnLayer | None
+    ) -> Tensor:
+        """x: [T, hidden_size], normalised -> [T, hidden_size]."""
+        layer_idx = self._layer_idx
+        k_cache, v_cache = kv.k_caches[layer_idx], kv.v_caches[layer_idx]
+        q, k, v = (  # each [T, heads, D], a view into the fused output
+            part.unflatten(-1, (-1, self._head_dim))
+            for part in self.qkv_proj(x).split(self._sizes, dim=-1)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q = self._ops.rotary_kv_write(q, k, v, *rotary, k_cache, v_cache, kv.slot_mapping)
+        if on_layer is not None:
+            on_layer(layer_idx)
+        attended = self._ops.paged_attention(
+            q,
+            k_cache,
+            v_cache,
+            kv.block_table,
+            kv.cu_seqlens_q,
+            kv.context_lens,
+            self._scale,
+            kv.max_seqlen_q,
+        )
+        out: Tensor = self.o_proj(attended.flatten(1))  # [T, heads, D] -> [T, hidden_size]
+        return out

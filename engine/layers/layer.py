@@ -1,0 +1,37 @@
+"""What every layer that owns weights offers to the loader."""
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+
+class WeightedLayer(nn.Module):
+    """A leaf with weights: filled in place by the loader, then packed once.
+
+    __init__ --> engine.weights writes to the weights() --> pack() --> forward(), again and again
+    """
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Names as in Hugging Face checkpoints, relative to the parent, and the tensors to fill."""
+        raise NotImplementedError
+
+    def pack(self) -> None:
+        """Bring the weights, all of them filled, into the form that the backend computes with."""
+
+
+def named_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Every tensor that a checkpoint of `model` must hold, by its name there."""
+    found: dict[str, Tensor] = {}
+    for path, layer in model.named_modules():
+        if isinstance(layer, WeightedLayer):
+            parent = path.rpartition(".")[0]
+            for name, tensor in layer.weights():
+                found[f"{parent}.{name}" if parent else name] = tensor
+    return found
+
+
+def pack_weights(model: nn.Module) -> None:
+    """Pack every layer of `model`, one at a time, so that only one layer exists in both forms."""
+    for layer in model.modules():
+        if isinstance(layer, WeightedLayer):
+            layer.pack()

@@ -1,0 +1,99 @@
+"""Runs the model on what the scheduler chose: requests in, logits out. Mutates no request."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.batch import BatchBuilder
+from engine.logprobs import TokenLogprobs, top_logprobs
+from engine.models import CausalLM
+from engine.request import Request
+from engine.scheduler import ScheduledRequest
+from kernels.ops import Ops
+
+_LOGPROB_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of the prompt tokens that one step of one request covers."""
+
+    request: Request
+    start: int
+    """Index in token_ids of the first token that `entries` is about; at least 1."""
+    entries: list[TokenLogprobs]
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerOutput:
+    """What one step computed."""
+
+    logits: Tensor
+    """[R, V] float32: one row per scheduled request that samples, in order."""
+    prompt_logprobs: list[PromptLogprobs]
+    """For requests that asked for them; a recomputed chunk is reported again."""
+
+
+class Runner:
+    """Owns the batch buffers; belongs to one engine loop thread."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        k_caches: Sequence[Tensor],
+        v_caches: Sequence[Tensor],
+        ops: Ops,
+        block_size: int,
+    ) -> None:
+        self.ops = ops
+        self._model = model
+        self._batches = BatchBuilder(k_caches, v_caches, block_size)
+
+    @torch.inference_mode()
+    def run(
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        on_layer: Callable[[int], None] | None = None,
+    ) -> RunnerOutput:
+        """Compute the step; each request holds the blocks for its tokens already.
+
+        `on_layer(i)` is called once per layer, in order, when this step's KV of layer i is in the
+        cache; later layers are still to be computed then.
+        """
+        assert scheduled, "nothing is scheduled"
+        batch = self._batches.build(scheduled)
+        hidden = self._model(batch.input_ids, batch.positions, batch.kv, on_layer)
+        if len(batch.sample_rows):
+            logits = self._model.logits(hidden.index_select(0, batch.sample_rows)).float()
+        else:
+            logits = hidden.new_empty(0, self._model.config.vocab_size)
+        return RunnerOutput(logits, self._prompt_logprobs(scheduled, hidden))
+
+    def _prompt_logprobs(
+        self, scheduled: Sequence[ScheduledRequest], hidden: Tensor
+    ) -> list[PromptLogprobs]:
+        outputs = []
+        first_row = 0
+        for entry in scheduled:
+            request, k = entry.request, entry.request.sampling.num_prompt_logprobs
+            start = request.num_computed_tokens + 1
+            stop = min(start + entry.num_tokens, request.num_prompt_tokens)
+            if k is not None and start < stop:
+                rows = hidden[first_row : first_row + stop - start]
+                entries = self._token_logprobs(rows, request.token_ids[start:stop], k)
+                outputs.append(PromptLogprobs(request, start, entries))
+            first_row += entry.num_tokens
+        return outputs
+
+    def _token_logprobs(
+        self, hidden: Tensor, token_ids: Sequence[int], k: int
+    ) -> list[TokenLogprobs]:
+        """A slice of rows at a time: logits of a whole prompt would take gigabytes."""
+        entries: list[TokenLogprobs] = []
+        for start in range(0, len(token_ids), _LOGPROB_ROWS):
+            stop = start + _LOGPROB_ROWS
+            logits = self._model.logits(hidden[start:stop]).float()
+            entries += top_logprobs(logits, token_ids[start:stop], k)
+        return entries

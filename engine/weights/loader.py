@@ -1,0 +1,133 @@
+"""From a model folder or a .gguf file to a model that is ready to run."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from engine.config import ModelConfig
+from engine.errors import UnsupportedModel, WeightsError
+from engine.layers.layer import named_weights, pack_weights
+from engine.models.config import parse_model_config
+from engine.weights.gguf import gguf_model_config, gguf_tensors
+from engine.weights.gguf_file import read_gguf
+from engine.weights.safetensors import open_safetensors
+from engine.weights.source import SourceTensor
+
+Progress = Callable[[int, int], None]
+"""Called with the weights (numbers, not tensors) loaded so far, and their total."""
+
+# Buffers that older checkpoints carry and nobody reads.
+_IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.masked_bias")
+_MAX_NAMED = 5
+
+
+def load_model_config(path: Path) -> ModelConfig:
+    """Read what the model at `path` is: a folder with config.json, or a .gguf file.
+
+    Raises: UnsupportedModel, WeightsError: see engine.models.config and engine.weights.gguf.
+    """
+    if path.suffix == ".gguf":
+        return gguf_model_config(read_gguf(path))
+    config = _read_json(path / "config.json")
+    if config is None:
+        raise WeightsError(f"{path} is neither a .gguf file nor a folder with a config.json")
+    return parse_model_config(config, _read_json(path / "generation_config.json"))
+
+
+def load_weights(
+    path: Path, model: nn.Module, progress: Progress | None = None, num_threads: int = 2
+) -> None:
+    """Fill every weight of `model` from `path` and pack it; once per model. Never unpickles.
+
+    `progress` is called in the caller's thread.
+
+    Raises: WeightsError: tensors are missing, unexpected or of another shape.
+        UnsupportedModel: a format that is not built.
+    """
+    targets = named_weights(model)
+    with _open(path) as sources:
+        by_name = {source.name: source for source in sources}
+        if "lm_head.weight" not in targets:  # tied: some checkpoints hold the shared weight twice
+            by_name.pop("lm_head.weight", None)
+        for name in [name for name in by_name if name.endswith(_IGNORED_SUFFIXES)]:
+            del by_name[name]
+        _check(path, targets, by_name)
+        _copy(targets, list(by_name.values()), progress, num_threads)
+    pack_weights(model)
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[list[SourceTensor]]:
+    if path.suffix == ".gguf":
+        file = read_gguf(path)
+        yield gguf_tensors(file, gguf_model_config(file))
+    elif path.is_dir():
+        with open_safetensors(path) as sources:
+            yield sources
+    else:
+        raise UnsupportedModel(f"{path} is neither a folder nor a .gguf file")
+
+
+def _check(path: Path, targets: Mapping[str, Tensor], sources: Mapping[str, SourceTensor]) -> None:
+    problems = []
+    if missing := [f"{n} {list(targets[n].shape)}" for n in targets if n not in sources]:
+        problems.append(f"missing: {_some(missing)}")
+    if unexpected := [f"{n} {list(sources[n].shape)}" for n in sources if n not in targets]:
+        problems.append(f"unexpected: {_some(unexpected)}")
+    if mismatching := [
+        f"{name} {list(sources[name].shape)}, the model has {list(target.shape)}"
+        for name, target in targets.items()
+        if name in sources and sources[name].shape != tuple(target.shape)
+    ]:
+        problems.append(f"of another shape: {_some(mismatching)}")
+    if problems:
+        raise WeightsError(f"the tensors in {path} are not the model's; " + "; ".join(problems))
+
+
+def _some(names: Sequence[str]) -> str:
+    rest = len(names) - _MAX_NAMED
+    return ", ".join(names[:_MAX_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _copy(
+    targets: Mapping[str, Tensor],
+    sources: Sequence[SourceTensor],
+    progress: Progress | None,
+    num_threads: int,
+) -> None:
+    def copy(source: SourceTensor) -> int:
+        target = targets[source.name]
+        target.copy_(source.read())
+        return target.numel()
+
+    total = sum(target.numel() for target in targets.values())
+    done = 0
+    # Largest first, so that no thread is left alone with the embedding at the end.
+    order = sorted(sources, key=lambda source: -targets[source.name].numel())
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="weights") as pool:
+        futures = [pool.submit(copy, source) for source in order]
+        try:
+            for future in as_completed(futures):
+                done += future.result()
+                if progress is not None:
+                    progress(done, total)
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        contents = json.loads(path.read_text())
+    except ValueError as error:
+        raise WeightsError(f"{path} is no JSON: {error}") from error
+    if not isinstance(contents, dict):
+        raise WeightsError(f"{path} holds no JSON object")
+    return contents

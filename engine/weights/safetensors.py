@@ -1,0 +1,70 @@
+"""Weights in safetensors files: one, or several with an index. Memory mapped."""
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from engine.errors import UnsupportedModel, WeightsError
+from engine.weights.source import SourceTensor
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+DTYPES = frozenset({"F32", "F16", "BF16"})
+
+
+def find_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder.
+
+    Raises: UnsupportedModel: only pickled weights are there.
+        WeightsError: none are, or a file of the index is missing.
+    """
+    index = folder / INDEX
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        if missing := [name for name in names if not (folder / name).is_file()]:
+            raise WeightsError(f"{index} names files that are missing: {', '.join(missing)}")
+        return [folder / name for name in names]
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    if files := sorted(folder.glob("*.safetensors")):
+        return files
+    if pickles := sorted(path.name for pattern in PICKLES for path in folder.glob(pattern)):
+        raise UnsupportedModel(
+            f"{folder} holds pickled weights ({pickles[0]}), which could run code when loaded; "
+            "convert them to safetensors"
+        )
+    raise WeightsError(f"{folder} holds no safetensors file")
+
+
+@contextmanager
+def open_safetensors(folder: Path) -> Iterator[list[SourceTensor]]:
+    """List the tensors of a model folder; their `read` works inside the context.
+
+    Raises: UnsupportedModel: a tensor is of an integer or float8 type.
+        WeightsError: a file is damaged.
+    """
+    with ExitStack() as stack:
+        tensors: list[SourceTensor] = []
+        for path in find_files(folder):
+            try:
+                file = stack.enter_context(safe_open(path, framework="pt"))
+            except SafetensorError as error:
+                raise WeightsError(f"{path} is damaged: {error}") from error
+            tensors.extend(_tensors(path, file))
+        yield tensors
+
+
+def _tensors(path: Path, file: Any) -> Iterator[SourceTensor]:
+    for name in file.keys():  # noqa: SIM118 - a safe_open is no mapping
+        header = file.get_slice(name)
+        if header.get_dtype() not in DTYPES:
+            raise UnsupportedModel(
+                f"{name} in {path} is {header.get_dtype()}, supported: {', '.join(sorted(DTYPES))}"
+            )
+        yield SourceTensor(name, tuple(header.get_shape()), partial(file.get_tensor, name))
