@@ -5,8 +5,8 @@
     add_running --> running, or arrived if no seat -+       |
                         waiting (front) <---- preempted ----+
 
-One idea covers chunked prefill, prefix hits, decode, remote KV and recomputation after a preemption.
-A request gets the blocks of all its tokens with its seat; only sampled tokens make it grow. A step:
+One idea covers chunked prefill, prefix hits, decode, remote KV, and recomputation when preempted.
+A request gets blocks for all its tokens with its seat; only sampled tokens make it grow.
 
     output = scheduler.schedule()
     token_ids = ...  # run output.scheduled, sample one token for each entry that samples

@@ -1,0 +1,202 @@
+"""From logits to tokens, batched.
+
+Order: logit_bias; repetition, presence and frequency penalties; min_tokens; temperature; min_p;
+top_k; top_p; draw. Log-probabilities are those of the model's own logits, before all of that.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.draw import DrawParams, draw, uniforms, uses_top_k
+from engine.logprobs import TokenLogprobs, top_logprobs
+from engine.penalties import Penalties
+from engine.request import Request, SamplingParams
+
+# Below this, dividing by the temperature overflows; the limit is the argmax anyway.
+_MIN_TEMPERATURE = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerOutput:
+    """One sampled token per row, and its log-probabilities where the request asked for them."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None]
+
+
+class Sampler:
+    """Samples the next token of each request; keeps what depends on who is in the batch alone."""
+
+    def __init__(self, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._batch: _Batch | None = None
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, requests: Sequence[Request]) -> SamplerOutput:
+        """Sample the token after the last one of each request.
+
+        logits: [R, V] float32, row i for requests[i]; not modified. The random number is a pure
+        function of the request's seed and the new token's index in token_ids.
+
+        Raises: ValueError: the shape of logits is not [len(requests), vocab_size].
+        """
+        requests = list(requests)
+        if logits.shape != (len(requests), self._vocab_size):
+            raise ValueError(
+                f"logits are {list(logits.shape)}, expected [{len(requests)}, {self._vocab_size}]"
+            )
+        if not requests:
+            return SamplerOutput([], [])
+        if self._batch is None or self._batch.requests != requests:
+            self._batch = _Batch(
+                requests, self._vocab_size, self._eos_token_ids, logits.device, self._batch
+            )
+        batch = self._batch
+        token_ids = batch.choose(batch.adjust(logits)).tolist()
+        return SamplerOutput(token_ids, batch.logprobs(logits, token_ids))
+
+    def forget(self) -> None:
+        """Drop what is kept of the last batch, its requests included."""
+        self._batch = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Rows that are drawn together; rows is None for all rows of the batch."""
+
+    rows: Tensor | None
+    params: DrawParams
+    requests: list[Request]
+    seeds: NDArray[np.uint64]
+
+
+class _Batch:
+    """Options of one make-up of requests, as tensors."""
+
+    def __init__(
+        self,
+        requests: list[Request],
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        device: torch.device,
+        previous: "_Batch | None",
+    ) -> None:
+        self.requests = requests
+        self._device = device
+        self._vocab_size = vocab_size
+        self.penalties: Penalties = Penalties(requests, previous.penalties if previous else None)
+        self._bias = _bias(requests, vocab_size, device)
+        self._banned = _banned(requests, vocab_size, eos_token_ids)
+        drawn = [row for row, r in enumerate(requests) if not _is_greedy(r.sampling)]
+        # Rows without top_k and top_p are drawn apart, to spare them the search for the largest.
+        narrow = [row for row in drawn if _is_narrowed(requests[row].sampling, vocab_size)]
+        plain = [row for row in drawn if not _is_narrowed(requests[row].sampling, vocab_size)]
+        self._groups = [self._group(rows) for rows in (plain, narrow) if rows]
+        self._logprob_rows = [
+            row for row, r in enumerate(requests) if r.sampling.num_logprobs is not None
+        ]
+
+    def adjust(self, logits: Tensor) -> Tensor:
+        """Logits with bias, penalties and bans; the same tensor where there are none."""
+        bans = [(row, ids) for row, ids in self._banned if _is_below_min_tokens(self.requests[row])]
+        if self._bias is None and not self.penalties and not bans:
+            return logits
+        logits = logits.clone()
+        if self._bias is not None:
+            rows, ids, values = self._bias
+            logits[rows, ids] += values
+        if self.penalties:
+            self.penalties.apply_(logits)
+        if bans:
+            repeated = [row for row, ids in bans for _ in ids]
+            logits[repeated, [token_id for _, ids in bans for token_id in ids]] = float("-inf")
+        return logits
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """A token per row. [R, V] float32 -> [R] int64."""
+        if len(self._groups) == 1 and self._groups[0].rows is None:
+            return self._draw(self._groups[0], logits)
+        # One argmax of all rows costs less than gathering the greedy ones.
+        token_ids = logits.argmax(dim=-1)
+        for group in self._groups:
+            token_ids[group.rows] = self._draw(group, logits[group.rows])
+        return token_ids
+
+    def logprobs(self, logits: Tensor, token_ids: list[int]) -> list[TokenLogprobs | None]:
+        """Log-probabilities of the rows whose requests ask for them. logits: the model's own."""
+        result: list[TokenLogprobs | None] = [None] * len(token_ids)
+        rows = self._logprob_rows
+        if not rows:
+            return result
+        wanted = [self.requests[row].sampling.num_logprobs or 0 for row in rows]
+        found = top_logprobs(logits[rows], [token_ids[row] for row in rows], max(wanted))
+        for row, k, entry in zip(rows, wanted, found, strict=True):
+            result[row] = TokenLogprobs(entry.token_id, entry.logprob, entry.top[:k])
+        return result
+
+    def _group(self, rows: list[int]) -> _Group:
+        requests = [self.requests[row] for row in rows]
+        everything = len(rows) == len(self.requests)
+        return _Group(
+            None if everything else torch.tensor(rows, device=self._device),
+            DrawParams.of([r.sampling for r in requests], self._vocab_size, self._device),
+            requests,
+            np.array([r.sampling.seed % 2**64 for r in requests], np.uint64),
+        )
+
+    def _draw(self, group: _Group, logits: Tensor) -> Tensor:
+        positions = np.array([request.num_tokens for request in group.requests], np.uint64)
+        numbers = torch.from_numpy(uniforms(group.seeds, positions)).to(self._device)
+        return draw(logits, group.params, numbers)
+
+
+def _is_greedy(sampling: SamplingParams) -> bool:
+    return sampling.temperature < _MIN_TEMPERATURE
+
+
+def _is_narrowed(sampling: SamplingParams, vocab_size: int) -> bool:
+    return sampling.top_p < 1.0 or uses_top_k(sampling, vocab_size)
+
+
+def _is_below_min_tokens(request: Request) -> bool:
+    return request.num_output_tokens < request.sampling.min_tokens
+
+
+def _bias(
+    requests: list[Request], vocab_size: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """(rows, token ids, values) of all biases; ids beyond the vocabulary have no logit to bias."""
+    entries = [
+        (row, token_id, value)
+        for row, request in enumerate(requests)
+        for token_id, value in request.sampling.logit_bias.items()
+        if 0 <= token_id < vocab_size
+    ]
+    if not entries:
+        return None
+    rows, ids, values = zip(*entries, strict=True)
+    return (
+        torch.tensor(rows, device=device),
+        torch.tensor(ids, device=device),
+        torch.tensor(values, dtype=torch.float32, device=device),
+    )
+
+
+def _banned(
+    requests: list[Request], vocab_size: int, eos_token_ids: frozenset[int]
+) -> list[tuple[int, list[int]]]:
+    """(row, the tokens that would end the request) of all rows with min_tokens."""
+    banned = []
+    for row, request in enumerate(requests):
+        sampling = request.sampling
+        if _is_below_min_tokens(request):
+            ends = sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else eos_token_ids)
+            ids = sorted(token_id for token_id in ends if 0 <= token_id < vocab_size)
+            banned.append((row, ids))
+    return [(row, ids) for row, ids in banned if ids]
