@@ -37,8 +37,7 @@ def serve_decode(start: Start) -> Iterator[DecodeLoop]:
     """A decode loop that is reachable at start.address while the context is open."""
     config = start.config
     with ExitStack() as stack:
-        receiver_transports = ",".join(config.transfer.transports)
-        engine = build_engine(start, worker_pb2.ROLE_DECODER, receiver_transports)
+        engine = build_engine(start, worker_pb2.ROLE_DECODER, config.transfer.transport)
         stack.callback(engine.memory.close)
         inbox: Inbox[DecodeEvent] = Inbox()
         receiver = Receiver(

@@ -37,8 +37,7 @@ def serve_prefill(start: Start) -> Iterator[PrefillLoop]:
     """A prefill loop that is reachable at start.address while the context is open."""
     config = start.config
     with ExitStack() as stack:
-        sender_transports = ",".join(config.transfer.transports)
-        engine = build_engine(start, worker_pb2.ROLE_PREFILLER, sender_transports)
+        engine = build_engine(start, worker_pb2.ROLE_PREFILLER, config.transfer.transport)
         stack.callback(engine.memory.close)
         sender = Sender(
             engine.memory,

@@ -17,7 +17,7 @@ from engine.worker.convert import layout_to_proto
 from engine.worker.process import Report, Start
 from engine.worker.stats import LoopCounters
 from engine.worker.step import StepRunner
-from kernels.ops import select_ops
+from kernels.ops import Ops, select_ops
 from kvtransfer.layout import KVLayout
 from protos import worker_pb2
 
@@ -48,7 +48,9 @@ def build_engine(start: Start, role: worker_pb2.Role.ValueType, transport: str) 
             f"kv_cache_bytes is {config.kv_cache_bytes}, one block takes "
             f"{layout.block_bytes_all_layers} bytes"
         )
-    model = _load_model(config, model_config, start.report)
+    start.report("building kernels", 0.0)
+    ops = select_ops(config.ops_backend)
+    model = _load_model(config, model_config, ops, start.report)
     memory = KVMemory.allocate(layout, num_blocks)
     blocks = BlockManager(num_blocks, config.block_size)
     max_model_len = min(
@@ -56,7 +58,7 @@ def build_engine(start: Start, role: worker_pb2.Role.ValueType, transport: str) 
         model_config.max_position_embeddings,
         num_blocks * config.block_size,
     )
-    eos_token_ids = frozenset(model_config.eos_token_ids)
+    eos_token_ids = model_config.eos_token_ids
     scheduler = Scheduler(
         SchedulerConfig(
             max_num_seqs=config.max_num_seqs,
@@ -69,7 +71,7 @@ def build_engine(start: Start, role: worker_pb2.Role.ValueType, transport: str) 
         blocks,
         eos_token_ids=eos_token_ids,
     )
-    runner = Runner(model, memory.k_caches, memory.v_caches, config.block_size)
+    runner = Runner(model, memory.k_caches, memory.v_caches, ops, config.block_size)
     counters = LoopCounters()
     sampler = Sampler(model_config.vocab_size, eos_token_ids)
     hello = worker_pb2.WorkerHello(
@@ -98,9 +100,10 @@ def _layout(config: WorkerConfig, model_config: ModelConfig) -> KVLayout:
     )
 
 
-def _load_model(config: WorkerConfig, model_config: ModelConfig, report: Report) -> CausalLM:
-    report("building kernels", 0.0)
-    model = build_model(model_config, select_ops(config.ops_backend))
+def _load_model(
+    config: WorkerConfig, model_config: ModelConfig, ops: Ops, report: Report
+) -> CausalLM:
+    model = build_model(model_config, ops)
     report("loading weights", 0.0)
 
     def progress(done: int, total: int) -> None:

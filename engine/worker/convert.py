@@ -2,8 +2,8 @@
 
 import time
 
+from engine.logprobs import TokenLogprobs
 from engine.request import FinishReason, Request, RequestKey, SamplingParams
-from engine.sampling import TokenLogprobs
 from kvtransfer.layout import KVLayout
 from protos import worker_pb2
 

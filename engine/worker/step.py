@@ -38,8 +38,11 @@ class StepRunner:
             # NOTE: the token's own logprob comes first in its list.
             own, top = logprobs_to_proto(part.entries)
             lists = self._prompt_logprobs.setdefault(part.request.key, [])
-            for token, alternatives in zip(own, top, strict=True):
-                lists.append(worker_pb2.LogprobList(logprobs=[token, *alternatives.logprobs]))
+            # A recomputed chunk replaces what was reported before.
+            lists[part.start - 1 :] = [
+                worker_pb2.LogprobList(logprobs=[token, *alternatives.logprobs])
+                for token, alternatives in zip(own, top, strict=True)
+            ]
         sampling = [entry.request for entry in scheduled if entry.samples]
         for entry in scheduled:
             self._counters.num_computed_tokens += entry.num_tokens
