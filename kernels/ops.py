@@ -1,13 +1,19 @@
-"""Every device operation the engine uses, as one interface; a backend is chosen once at start and passed down.
+"""Every device operation the engine uses, as one interface; a backend is chosen once at start.
 
-`reference.py` (plain PyTorch) is the specification, `cpu/` the C++ kernels, `npu.py` the Ascend operators.
+`reference.py` (plain PyTorch) is the specification, `cpu/` the C++ kernels, `npu.py` the Ascend
+operators.
 """
 
+import logging
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from kernels.cpu.build import BuildError
+from kernels.cpu.ops import load
 from kernels.reference import ReferenceOps
+
+logger = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "reference", "cpu", "npu")
 
@@ -26,7 +32,7 @@ class Linear(Protocol):
     def rows(self, row_ids: Tensor) -> Tensor:
         """row_ids: [T] int32 or int64 -> [T, in_features]: rows of W.
 
-        An embedding tied to this weight reads it here, so that no second copy of the weight is kept.
+        An embedding tied to this weight reads it here: no second copy of the weight is kept.
         """
         ...
 
@@ -47,7 +53,7 @@ class Ops(Protocol):
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """s = x + residual; return (rms_norm(s), s). Both [T, H]; either input may be overwritten."""
+        """s = x + residual; return (rms_norm(s), s). Both [T, H]; either may be overwritten."""
         ...
 
     def rotary_kv_write(
@@ -61,11 +67,12 @@ class Ops(Protocol):
         v_cache: Tensor,
         slot_mapping: Tensor,
     ) -> Tensor:
-        """Rotate q and k (half-split, as Hugging Face's rotate_half), write k and v to the paged cache, return rotated q.
+        """Rotate q and k, write k and v to the paged cache, return rotated q.
 
-        q: [T, Hq, D]; k, v: [T, Hkv, D] (views with a row stride are fine); cos, sin: [T, D/2] float32;
-        k_cache, v_cache: [num_blocks, Hkv, block_size, D]; slot_mapping: [T] int32, block_id * block_size + offset, -1 skips
-        the write. Returns [T, Hq, D] contiguous.
+        Half-split rotation, as Hugging Face's rotate_half. q: [T, Hq, D]; k, v: [T, Hkv, D] (views
+        with a row stride are fine); cos, sin: [T, D/2] float32; k_cache, v_cache: [num_blocks, Hkv,
+        block_size, D]; slot_mapping: [T] int32, block_id * block_size + offset, -1 skips the write.
+        Returns [T, Hq, D] contiguous.
         """
         ...
 
@@ -80,11 +87,13 @@ class Ops(Protocol):
         scale: float,
         max_seqlen_q: int,
     ) -> Tensor:
-        """Causal attention over paged KV that already holds this step's own keys; blocks are read in place.
+        """Causal attention over paged KV that holds this step's own keys; blocks are read in place.
 
-        q: [T, Hq, D]; caches as above; block_table: [N, max_blocks] int32 (unused entries arbitrary); cu_seqlens_q: [N + 1] int32;
-        context_lens: [N] int32, keys of the sequence including this step's. Query i of a sequence with q_len queries sees keys
-        [0, context_len - q_len + i]. Decode rows are q_len 1; prefill chunks and decode rows may be mixed. Returns [T, Hq, D].
+        q: [T, Hq, D]; caches as above; block_table: [N, max_blocks] int32 (unused entries
+        arbitrary); cu_seqlens_q: [N + 1] int32; context_lens: [N] int32, keys of the sequence
+        including this step's. Query i of a sequence with q_len queries sees keys
+        [0, context_len - q_len + i]. Decode rows are q_len 1; prefill chunks and decode rows may be
+        mixed. Returns [T, Hq, D].
         """
         ...
 
@@ -98,12 +107,23 @@ class Ops(Protocol):
 
 
 def select_ops(name: str) -> Ops:
-    """The backend called `name`: auto, reference, cpu or npu. `auto` takes cpu, else reference with a logged reason.
+    """The backend called `name`: auto, reference, cpu or npu.
 
-    Raises: ValueError: unknown name. RuntimeError: a backend asked for by name cannot be loaded; says why.
+    `auto` takes cpu, else reference with a logged reason.
+
+    Raises: ValueError: unknown name.
+        RuntimeError: a backend asked for by name cannot be loaded; says why.
     """
-    if name in ("auto", "reference"):
+    if name not in BACKENDS:
+        raise ValueError(f"kernels backend {name!r} is not one of {', '.join(BACKENDS)}")
+    if name == "reference":
         return ReferenceOps()
-    if name in ("cpu", "npu"):
-        raise RuntimeError(f"kernels backend {name} does not exist yet")
-    raise ValueError(f"kernels backend {name!r} is not one of {', '.join(BACKENDS)}")
+    if name == "npu":
+        raise RuntimeError("kernels backend npu is not available yet")
+    try:
+        return load()
+    except (BuildError, OSError) as error:
+        if name == "cpu":
+            raise RuntimeError(f"kernels backend cpu cannot be loaded: {error}") from error
+        logger.warning("kernels: using the slow PyTorch reference, because %s", error)
+        return ReferenceOps()

@@ -1,4 +1,4 @@
-"""The specification of every op in plain PyTorch: simple, obviously right, on any device; speed is not a goal."""
+"""The specification of every op in plain PyTorch: obviously right, on any device, not fast."""
 
 import torch
 from torch import Tensor
@@ -75,7 +75,7 @@ class ReferenceOps:
         scale: float,
         max_seqlen_q: int,
     ) -> Tensor:
-        """softmax(scale q k^T + causal mask) v, one sequence after the other; see `Ops.paged_attention`."""
+        """softmax(scale q k^T + mask) v, a sequence at a time; see `Ops.paged_attention`."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         starts = cu_seqlens_q.tolist()
         for seq, context_len in enumerate(context_lens.tolist()):
@@ -112,7 +112,7 @@ def _gather(cache: Tensor, block_ids: Tensor, context_len: int) -> Tensor:
 
 
 def _causal_attention(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """q: [S, Hq, D]; keys, values: [Hkv, C, D], the last S of them the queries' own. -> [S, Hq, D]."""
+    """q: [S, Hq, D]; keys, values: [Hkv, C, D], the last S the queries' own. -> [S, Hq, D]."""
     q_len, num_heads, head_dim = q.shape
     num_kv_heads, context_len, _ = keys.shape
     grouped = q.transpose(0, 1).reshape(num_kv_heads, -1, q_len, head_dim)

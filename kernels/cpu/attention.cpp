@@ -1,0 +1,337 @@
+// Causal attention over a paged KV cache: decode and prefill are one algorithm.
+//
+// A work item is (sequence, KV head, some queries, some key tiles). Its rows are the queries of all
+// heads that share the KV head, so each key and value is read once for all of them. A key tile is
+// always keys [128 i, 128 i + 128) of the sequence; each tile gives every row a partial (max, sum,
+// output), and partials are folded in ascending tile order:
+//
+//   few rows (decode):  one item per tile, partials to a workspace, folded when all are done
+//   many rows (prefill): one item goes through all tiles and folds as it goes
+//
+// NOTE: both do the same arithmetic in the same order, so a row's result is the same bits in every
+// batch, chunking and number of threads.
+//
+// Source: Milakov and Gimelshein 2018 (online softmax); Dao et al. 2022 (FlashAttention);
+// Flash-Decoding (split over keys).
+#include "kernels.h"
+#include "microkernel.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+namespace pdserve {
+namespace {
+
+constexpr int64_t kTileKeys = 128;
+constexpr int64_t kBlockRows = 48;     // rows whose scores are held at once: 24 KB
+constexpr int64_t kMaxSplitRows = 48;  // up to here an item is a single key tile
+constexpr int64_t kMaxItemRows = 192;  // rows that share one transposed key tile
+constexpr int64_t kMinRunForInPlace =
+    8;  // smaller blocks are copied together before the product with V
+
+struct Item {
+  int64_t seq, kv_head, first_query, num_queries, first_tile, num_tiles;
+  float* partials;  // [rows, head_dim padded + 2] of a split item, or null
+};
+
+class Attention {
+ public:
+  explicit Attention(const AttentionArgs& args)
+      : args_(args),
+        group_(args.num_heads / args.num_kv_heads),
+        dim_(round_up<int64_t>(args.head_dim, kLanes)),
+        run_(std::min(args.block_size, kTileKeys)) {}
+
+  void run() {
+    plan();
+    parallel_dynamic(static_cast<int64_t>(items_.size()), 1, [&](int64_t begin, int64_t end) {
+      Scratch scratch(*this);
+      for (int64_t i = begin; i < end; ++i) compute(items_[i], scratch);
+    });
+    parallel_dynamic(static_cast<int64_t>(folds_.size()), 8, [&](int64_t begin, int64_t end) {
+      Scratch scratch(*this);
+      for (int64_t i = begin; i < end; ++i) fold(folds_[i], scratch);
+    });
+  }
+
+ private:
+  struct Scratch {
+    explicit Scratch(const Attention& a)
+        : floats(new float[a.dim_ * (2 * kMaxRows(a) + kBlockRows + 2 * kTileKeys) +
+                           kBlockRows * kTileKeys + 4 * kMaxRows(a)]) {
+      const int64_t rows = kMaxRows(a);
+      q = floats.get();
+      out = q + rows * a.dim_;
+      partial = out + rows * a.dim_;
+      keys = partial + kBlockRows * a.dim_;
+      values = keys + kTileKeys * a.dim_;
+      scores = values + kTileKeys * a.dim_;
+      max = scores + kBlockRows * kTileKeys;
+      sum = max + rows;
+      tile_max = sum + rows;
+      tile_sum = tile_max + rows;
+    }
+    static int64_t kMaxRows(const Attention& a) { return std::max(kMaxItemRows, a.group_); }
+
+    std::unique_ptr<float[]> floats;
+    float *q, *out, *partial, *keys, *values, *scores, *max, *sum, *tile_max, *tile_sum;
+  };
+
+  int64_t query_len(int64_t seq) const {
+    return args_.cu_seqlens_q[seq + 1] - args_.cu_seqlens_q[seq];
+  }
+
+  // Keys that query `query` of `seq` sees.
+  int64_t limit(int64_t seq, int64_t query) const {
+    return args_.context_lens[seq] - query_len(seq) + query + 1;
+  }
+
+  void plan() {
+    int64_t partial_floats = 0, prefill_rows = 0;
+    for (int64_t seq = 0; seq < args_.num_seqs; ++seq) {
+      const int64_t rows = query_len(seq) * group_;
+      if (rows <= kMaxSplitRows)
+        partial_floats += args_.num_kv_heads * num_tiles(seq) * rows * (dim_ + 2);
+      else
+        prefill_rows += args_.num_kv_heads * rows;
+    }
+    workspace_.reset(new float[partial_floats]);
+    // Smaller items where there are few, so that no thread waits long for the last one.
+    const int64_t wanted = ceil_div<int64_t>(prefill_rows, 6 * at::get_num_threads());
+    const int64_t item_rows = std::clamp<int64_t>(round_up<int64_t>(wanted, 24), 24, kMaxItemRows);
+    const int64_t item_queries = std::max<int64_t>(1, item_rows / group_);
+    float* partials = workspace_.get();
+    for (int64_t seq = 0; seq < args_.num_seqs; ++seq) {
+      if (query_len(seq) * group_ <= kMaxSplitRows)
+        partials = plan_split(seq, partials);
+      else
+        plan_whole(seq, item_queries);
+    }
+    std::sort(items_.begin(), items_.end(), [](const Item& a, const Item& b) {
+      return a.num_queries * a.num_tiles > b.num_queries * b.num_tiles;  // the longest first
+    });
+  }
+
+  int64_t num_tiles(int64_t seq) const {
+    return ceil_div<int64_t>(args_.context_lens[seq], kTileKeys);
+  }
+
+  float* plan_split(int64_t seq, float* partials) {
+    const int64_t queries = query_len(seq), tiles = num_tiles(seq);
+    if (queries == 0) return partials;
+    for (int64_t head = 0; head < args_.num_kv_heads; ++head) {
+      folds_.push_back({seq, head, 0, queries, 0, tiles, partials});
+      for (int64_t tile = 0; tile < tiles; ++tile) {
+        items_.push_back({seq, head, 0, queries, tile, 1, partials});
+        partials += queries * group_ * (dim_ + 2);
+      }
+    }
+    return partials;
+  }
+
+  void plan_whole(int64_t seq, int64_t item_queries) {
+    const int64_t queries = query_len(seq);
+    for (int64_t head = 0; head < args_.num_kv_heads; ++head) {
+      for (int64_t first = 0; first < queries; first += item_queries) {
+        const int64_t count = std::min(item_queries, queries - first);
+        const int64_t tiles = ceil_div<int64_t>(limit(seq, first + count - 1), kTileKeys);
+        items_.push_back({seq, head, first, count, 0, tiles, nullptr});
+      }
+    }
+  }
+
+  void compute(const Item& item, Scratch& s) const {
+    const int64_t rows = item.num_queries * group_;
+    load_queries(item, s.q);
+    if (!item.partials) reset(rows, s);
+    for (int64_t tile = item.first_tile; tile < item.first_tile + item.num_tiles; ++tile) {
+      const int64_t first_key = tile * kTileKeys;
+      const int64_t num_keys =
+          std::min(kTileKeys, limit(item.seq, item.first_query + item.num_queries - 1) - first_key);
+      load_keys(item, first_key, num_keys, s.keys);
+      for (int64_t row = 0; row < rows; row += kBlockRows)
+        compute_block(item, first_key, row, std::min(kBlockRows, rows - row), s);
+    }
+    if (!item.partials) store(item, s);
+  }
+
+  // One key tile for up to kBlockRows rows.
+  void compute_block(const Item& item, int64_t first_key, int64_t row, int64_t rows,
+                     Scratch& s) const {
+    const int64_t last_query = item.first_query + (row + rows - 1) / group_;
+    const int64_t num_keys = std::min(kTileKeys, limit(item.seq, last_query) - first_key);
+    if (num_keys <= 0) {
+      if (item.partials) std::fill_n(item.partials + row * (dim_ + 2), rows * (dim_ + 2), 0.f);
+      return;
+    }
+    for (int64_t key = 0; key < num_keys; key += kTileCols)
+      multiply_rows<kTileVecs>({s.q + row * dim_, dim_, s.keys + key * args_.head_dim, kTileCols,
+                                args_.head_dim, nullptr, 0, s.scores + key, kTileKeys},
+                               rows);
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t query = item.first_query + (row + r) / group_;
+      softmax(s.scores + r * kTileKeys, limit(item.seq, query) - first_key, num_keys, s.tile_max[r],
+              s.tile_sum[r]);
+    }
+    weigh_values(item, first_key, num_keys, rows, s);
+    for (int64_t r = 0; r < rows; ++r) {
+      const float* partial = s.partial + r * dim_;
+      if (item.partials) {
+        float* kept = item.partials + (row + r) * (dim_ + 2);
+        std::memcpy(kept, partial, dim_ * sizeof(float));
+        kept[dim_] = s.tile_max[r];
+        kept[dim_ + 1] = s.tile_sum[r];
+      } else {
+        add_partial(partial, s.tile_max[r], s.tile_sum[r], row + r, s);
+      }
+    }
+  }
+
+  // Scaled, so that the scores need no further pass. -> [rows, dim_], row = query * group_ + head
+  // of the group.
+  void load_queries(const Item& item, float* q) const {
+    const int64_t first = args_.cu_seqlens_q[item.seq] + item.first_query;
+    for (int64_t query = 0; query < item.num_queries; ++query) {
+      for (int64_t g = 0; g < group_; ++g, q += dim_) {
+        const float* from = args_.q + (first + query) * args_.q_token_stride +
+                            (item.kv_head * group_ + g) * args_.q_head_stride;
+        for (int64_t d = 0; d < args_.head_dim; ++d) q[d] = from[d] * args_.scale;
+      }
+    }
+  }
+
+  // Rows [key, key + return value) of a head's cache that lie one after the other, at most
+  // `wanted`.
+  int64_t find_run(const Item& item, const float* cache, int64_t key, int64_t wanted,
+                   const float*& rows) const {
+    const int64_t offset = key % args_.block_size;
+    const int64_t block =
+        args_.block_table[item.seq * args_.block_table_stride + key / args_.block_size];
+    rows = cache + ((block * args_.num_kv_heads + item.kv_head) * args_.block_size + offset) *
+                       args_.head_dim;
+    return std::min(wanted, args_.block_size - offset);
+  }
+
+  // Panels [kTileCols keys wide]: keys[panel][d][key], zero where there is no key.
+  void load_keys(const Item& item, int64_t first_key, int64_t num_keys, float* keys) const {
+    const int64_t head_dim = args_.head_dim;
+    for (int64_t panel = 0; panel < num_keys; panel += kTileCols, keys += kTileCols * head_dim) {
+      const int64_t in_panel = std::min<int64_t>(kTileCols, num_keys - panel);
+      for (int64_t key = 0; key < in_panel;) {
+        const float* rows;
+        const int64_t run =
+            find_run(item, args_.k_cache, first_key + panel + key, in_panel - key, rows);
+        const int64_t padded = key + run == in_panel ? kTileCols - key : run;
+        transpose_padded(rows, head_dim, run, head_dim, keys + key, kTileCols, padded);
+        key += run;
+      }
+    }
+  }
+
+  // scores -> exp(score - max); zero from `visible` on. Scores are padded to whole tile columns.
+  static void softmax(float* scores, int64_t visible, int64_t num_keys, float& max, float& sum) {
+    const int64_t padded = round_up<int64_t>(num_keys, kLanes);
+    visible = std::clamp<int64_t>(visible, 0, num_keys);
+    std::fill(scores + visible, scores + padded, kMinusInf);
+    if (visible == 0) {
+      std::fill_n(scores, padded, 0.f);
+      max = kMinusInf;
+      sum = 0.f;
+      return;
+    }
+    Vec highest(kMinusInf);
+    for (int64_t i = 0; i < padded; i += kLanes)
+      highest = at::vec::maximum(highest, Vec::loadu(scores + i));
+    max = max_lanes(highest);
+    const Vec shift(max);
+    Vec total(0.f);
+    for (int64_t i = 0; i < padded; i += kLanes) {
+      const Vec weight = (Vec::loadu(scores + i) - shift).exp_u20();
+      weight.store(scores + i);
+      total = total + weight;
+    }
+    sum = sum_lanes(total);
+  }
+
+  // partial[rows, dim_] = scores[rows, num_keys] V; V in place where blocks are long enough.
+  void weigh_values(const Item& item, int64_t first_key, int64_t num_keys, int64_t rows,
+                    Scratch& s) const {
+    const int64_t head_dim = args_.head_dim;
+    const bool in_place = run_ >= kMinRunForInPlace && head_dim == dim_;
+    for (int64_t key = 0; key < num_keys;) {
+      const float* values;
+      const int64_t run = find_run(item, args_.v_cache, first_key + key, num_keys - key, values);
+      if (in_place) {
+        multiply({s.scores + key, kTileKeys, values, head_dim, run, key ? s.partial : nullptr, dim_,
+                  s.partial, dim_},
+                 rows, dim_);
+      } else {
+        for (int64_t i = 0; i < run; ++i) {
+          float* to = s.values + (key + i) * dim_;
+          std::memcpy(to, values + i * head_dim, head_dim * sizeof(float));
+          std::fill(to + head_dim, to + dim_, 0.f);
+        }
+      }
+      key += run;
+    }
+    if (!in_place)
+      multiply({s.scores, kTileKeys, s.values, dim_, num_keys, nullptr, 0, s.partial, dim_}, rows,
+               dim_);
+  }
+
+  void reset(int64_t rows, Scratch& s) const {
+    std::fill_n(s.out, rows * dim_, 0.f);
+    std::fill_n(s.max, rows, kMinusInf);
+    std::fill_n(s.sum, rows, 0.f);
+  }
+
+  void add_partial(const float* partial, float max, float sum, int64_t row, Scratch& s) const {
+    if (sum == 0.f) return;
+    const float highest = std::max(s.max[row], max);
+    const float keep = std::exp(s.max[row] - highest), add = std::exp(max - highest);
+    s.max[row] = highest;
+    s.sum[row] = std::fma(s.sum[row], keep, sum * add);
+    float* out = s.out + row * dim_;
+    for (int64_t d = 0; d < dim_; d += kLanes)
+      at::vec::fmadd(Vec::loadu(out + d), Vec(keep), Vec::loadu(partial + d) * Vec(add))
+          .store(out + d);
+  }
+
+  void fold(const Item& item, Scratch& s) const {
+    const int64_t rows = item.num_queries * group_;
+    reset(rows, s);
+    const float* partial = item.partials;
+    for (int64_t tile = 0; tile < item.num_tiles; ++tile)
+      for (int64_t row = 0; row < rows; ++row, partial += dim_ + 2)
+        add_partial(partial, partial[dim_], partial[dim_ + 1], row, s);
+    store(item, s);
+  }
+
+  // A row that saw no key becomes zeros.
+  void store(const Item& item, const Scratch& s) const {
+    const int64_t first = args_.cu_seqlens_q[item.seq] + item.first_query;
+    for (int64_t row = 0; row < item.num_queries * group_; ++row) {
+      const int64_t head = item.kv_head * group_ + row % group_;
+      float* to = args_.out + ((first + row / group_) * args_.num_heads + head) * args_.head_dim;
+      const float norm = s.sum[row] > 0.f ? 1.f / s.sum[row] : 0.f;
+      for (int64_t d = 0; d < args_.head_dim; ++d) to[d] = s.out[row * dim_ + d] * norm;
+    }
+  }
+
+  const AttentionArgs& args_;
+  const int64_t group_;  // query heads per KV head
+  const int64_t dim_;    // head_dim padded to whole vectors
+  const int64_t run_;    // keys that may lie one after the other
+  std::vector<Item> items_;
+  std::vector<Item> folds_;
+  std::unique_ptr<float[]> workspace_;
+};
+
+}  // namespace
+
+void paged_attention(const AttentionArgs& args) { Attention(args).run(); }
+
+}  // namespace pdserve

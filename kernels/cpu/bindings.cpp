@@ -1,0 +1,282 @@
+// torch.ops.pdserve_cpu.*: checks tensors once, allocates outputs, calls the kernels on pointers.
+#include "kernels.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include <optional>
+
+namespace {
+
+using at::Tensor;
+
+void check_float(const Tensor& t, const char* name, int64_t dim) {
+  TORCH_CHECK(t.device().is_cpu() && t.scalar_type() == at::kFloat, name,
+              " must be float32 on the CPU, is ", t.scalar_type(), " on ", t.device());
+  TORCH_CHECK(t.dim() == dim, name, " must have ", dim, " dims, has ", t.dim());
+  TORCH_CHECK(t.numel() == 0 || t.stride(-1) == 1, name, " must be contiguous in its last dim");
+}
+
+void check_contiguous(const Tensor& t, const char* name, int64_t dim) {
+  check_float(t, name, dim);
+  TORCH_CHECK(t.is_contiguous(), name, " must be contiguous");
+}
+
+void check_int(const Tensor& t, const char* name, int64_t dim) {
+  TORCH_CHECK(t.device().is_cpu() && t.scalar_type() == at::kInt, name,
+              " must be int32 on the CPU, is ", t.scalar_type(), " on ", t.device());
+  TORCH_CHECK(t.dim() == dim && t.is_contiguous(), name, " must be contiguous with ", dim, " dims");
+}
+
+void check_size(int64_t size, int64_t wanted, const char* what) {
+  TORCH_CHECK(size == wanted, what, " is ", size, ", must be ", wanted);
+}
+
+void check_caches(const Tensor& k_cache, const Tensor& v_cache, int64_t num_heads,
+                  int64_t head_dim) {
+  check_contiguous(k_cache, "k_cache", 4);
+  check_contiguous(v_cache, "v_cache", 4);
+  TORCH_CHECK(k_cache.sizes() == v_cache.sizes(), "k_cache and v_cache differ in shape");
+  check_size(k_cache.size(3), head_dim, "head_dim of the cache");
+  TORCH_CHECK(k_cache.size(1) > 0 && num_heads % k_cache.size(1) == 0, num_heads,
+              " query heads are no multiple of ", k_cache.size(1), " KV heads");
+}
+
+Tensor as_ids(const Tensor& ids, int64_t limit) {
+  TORCH_CHECK(ids.dim() == 1, "ids must have 1 dim, has ", ids.dim());
+  Tensor wide = ids.to(at::kLong).contiguous();
+  const int64_t* id = wide.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < wide.numel(); ++i)
+    TORCH_CHECK_INDEX(id[i] >= 0 && id[i] < limit, "id ", id[i], " is not in [0, ", limit, ")");
+  return wide;
+}
+
+// NOTE: a wrong block id would read or write another process's shared memory; checking costs a few
+// ns per block.
+void check_sequences(const Tensor& block_table, const Tensor& cu_seqlens_q,
+                     const Tensor& context_lens, int64_t num_tokens, int64_t num_blocks,
+                     int64_t block_size) {
+  const int64_t num_seqs = context_lens.numel();
+  check_size(cu_seqlens_q.numel(), num_seqs + 1, "length of cu_seqlens_q");
+  TORCH_CHECK(block_table.size(0) >= num_seqs, "block_table has ", block_table.size(0),
+              " rows for ", num_seqs, " sequences");
+  const int32_t* starts = cu_seqlens_q.const_data_ptr<int32_t>();
+  const int32_t* contexts = context_lens.const_data_ptr<int32_t>();
+  const int32_t* table = block_table.const_data_ptr<int32_t>();
+  TORCH_CHECK(starts[0] >= 0 && starts[num_seqs] <= num_tokens, "cu_seqlens_q ends at ",
+              starts[num_seqs], " of ", num_tokens, " tokens");
+  for (int64_t seq = 0; seq < num_seqs; ++seq) {
+    const int64_t queries = starts[seq + 1] - starts[seq], context = contexts[seq];
+    TORCH_CHECK(queries >= 0 && context >= 0, "sequence ", seq, " has ", queries, " queries and ",
+                context, " keys");
+    const int64_t blocks = (context + block_size - 1) / block_size;
+    TORCH_CHECK(blocks <= block_table.size(1), "sequence ", seq, " needs ", blocks,
+                " blocks, block_table has room for ", block_table.size(1));
+    for (int64_t i = 0; i < blocks; ++i) {
+      const int32_t block = table[seq * block_table.size(1) + i];
+      TORCH_CHECK_INDEX(block >= 0 && block < num_blocks, "block id ", block, " of sequence ", seq,
+                        " is not in [0, ", num_blocks, ")");
+    }
+  }
+}
+
+Tensor paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+                       const Tensor& block_table, const Tensor& cu_seqlens_q,
+                       const Tensor& context_lens, double scale) {
+  check_float(q, "q", 3);
+  check_caches(k_cache, v_cache, q.size(1), q.size(2));
+  check_int(block_table, "block_table", 2);
+  check_int(cu_seqlens_q, "cu_seqlens_q", 1);
+  check_int(context_lens, "context_lens", 1);
+  check_sequences(block_table, cu_seqlens_q, context_lens, q.size(0), k_cache.size(0),
+                  k_cache.size(2));
+  Tensor out = at::empty(q.sizes(), q.options());
+  pdserve::AttentionArgs args{};
+  args.q = q.const_data_ptr<float>();
+  args.q_token_stride = q.stride(0);
+  args.q_head_stride = q.stride(1);
+  args.k_cache = k_cache.const_data_ptr<float>();
+  args.v_cache = v_cache.const_data_ptr<float>();
+  args.block_table = block_table.const_data_ptr<int32_t>();
+  args.block_table_stride = block_table.size(1);
+  args.cu_seqlens_q = cu_seqlens_q.const_data_ptr<int32_t>();
+  args.context_lens = context_lens.const_data_ptr<int32_t>();
+  args.out = out.mutable_data_ptr<float>();
+  args.num_seqs = context_lens.numel();
+  args.num_heads = q.size(1);
+  args.num_kv_heads = k_cache.size(1);
+  args.head_dim = q.size(2);
+  args.block_size = k_cache.size(2);
+  args.scale = static_cast<float>(scale);
+  pdserve::paged_attention(args);
+  return out;
+}
+
+Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
+  TORCH_CHECK(x.dim() == 2 || x.dim() == 3, "x must have 2 or 3 dims, has ", x.dim());
+  check_float(x, "x", x.dim());
+  check_contiguous(weight, "weight", 1);
+  check_size(weight.numel(), x.size(-1), "length of weight");
+  Tensor out = at::empty(x.sizes(), x.options());
+  const bool heads = x.dim() == 3;
+  pdserve::rms_norm({x.const_data_ptr<float>(), x.size(0), heads ? x.size(1) : 1, x.stride(0),
+                     heads ? x.stride(1) : 0, x.size(-1)},
+                    weight.const_data_ptr<float>(), static_cast<float>(eps),
+                    out.mutable_data_ptr<float>());
+  return out;
+}
+
+Tensor add_rms_norm(const Tensor& x, Tensor& residual, const Tensor& weight, double eps) {
+  check_float(x, "x", 2);
+  check_contiguous(residual, "residual", 2);
+  check_contiguous(weight, "weight", 1);
+  TORCH_CHECK(x.sizes() == residual.sizes(), "x and residual differ in shape");
+  check_size(weight.numel(), x.size(1), "length of weight");
+  Tensor out = at::empty(x.sizes(), x.options());
+  pdserve::add_rms_norm(x.const_data_ptr<float>(), x.stride(0), residual.mutable_data_ptr<float>(),
+                        weight.const_data_ptr<float>(), static_cast<float>(eps), x.size(0),
+                        x.size(1), out.mutable_data_ptr<float>());
+  return out;
+}
+
+Tensor rotary_kv_write(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos,
+                       const Tensor& sin, Tensor& k_cache, Tensor& v_cache,
+                       const Tensor& slot_mapping) {
+  check_float(q, "q", 3);
+  check_float(k, "k", 3);
+  check_float(v, "v", 3);
+  check_contiguous(cos, "cos", 2);
+  check_contiguous(sin, "sin", 2);
+  check_int(slot_mapping, "slot_mapping", 1);
+  const int64_t num_tokens = q.size(0), head_dim = q.size(2);
+  check_caches(k_cache, v_cache, q.size(1), head_dim);
+  TORCH_CHECK(k.sizes() == v.sizes(), "k and v differ in shape");
+  check_size(k.size(0), num_tokens, "tokens of k");
+  check_size(k.size(1), k_cache.size(1), "heads of k");
+  check_size(k.size(2), head_dim, "head_dim of k");
+  check_size(slot_mapping.numel(), num_tokens, "length of slot_mapping");
+  TORCH_CHECK(head_dim % 2 == 0, "head_dim ", head_dim, " is odd");
+  for (const Tensor* t : {&cos, &sin}) {
+    check_size(t->size(0), num_tokens, "rows of cos and sin");
+    check_size(t->size(1), head_dim / 2, "width of cos and sin");
+  }
+  const int64_t num_slots = k_cache.size(0) * k_cache.size(2);
+  const int32_t* slots = slot_mapping.const_data_ptr<int32_t>();
+  for (int64_t t = 0; t < num_tokens; ++t)
+    TORCH_CHECK_INDEX(slots[t] >= -1 && slots[t] < num_slots, "slot ", slots[t], " of ", num_slots);
+  Tensor out = at::empty(q.sizes(), q.options());
+  pdserve::RotaryArgs args{};
+  args.q = q.const_data_ptr<float>();
+  args.k = k.const_data_ptr<float>();
+  args.v = v.const_data_ptr<float>();
+  args.q_token_stride = q.stride(0);
+  args.q_head_stride = q.stride(1);
+  args.k_token_stride = k.stride(0);
+  args.k_head_stride = k.stride(1);
+  args.v_token_stride = v.stride(0);
+  args.v_head_stride = v.stride(1);
+  args.cos = cos.const_data_ptr<float>();
+  args.sin = sin.const_data_ptr<float>();
+  args.k_cache = k_cache.mutable_data_ptr<float>();
+  args.v_cache = v_cache.mutable_data_ptr<float>();
+  args.slot_mapping = slots;
+  args.q_out = out.mutable_data_ptr<float>();
+  args.num_tokens = num_tokens;
+  args.num_heads = q.size(1);
+  args.num_kv_heads = k.size(1);
+  args.head_dim = head_dim;
+  args.block_size = k_cache.size(2);
+  pdserve::rotary_kv_write(args);
+  return out;
+}
+
+Tensor silu_mul(const Tensor& gate_up) {
+  check_float(gate_up, "gate_up", 2);
+  TORCH_CHECK(gate_up.size(1) % 2 == 0, "gate_up has an odd width ", gate_up.size(1));
+  const int64_t dim = gate_up.size(1) / 2;
+  Tensor out = at::empty({gate_up.size(0), dim}, gate_up.options());
+  pdserve::silu_mul(gate_up.const_data_ptr<float>(), gate_up.stride(0), gate_up.size(0), dim,
+                    out.mutable_data_ptr<float>());
+  return out;
+}
+
+Tensor embedding(const Tensor& token_ids, const Tensor& weight) {
+  check_contiguous(weight, "weight", 2);
+  const Tensor ids = as_ids(token_ids, weight.size(0));
+  Tensor out = at::empty({ids.numel(), weight.size(1)}, weight.options());
+  pdserve::embedding(weight.const_data_ptr<float>(), weight.size(1), ids.const_data_ptr<int64_t>(),
+                     ids.numel(), out.mutable_data_ptr<float>());
+  return out;
+}
+
+Tensor pack_weight(const Tensor& weight) {
+  check_float(weight, "weight", 2);
+  const int64_t cols = pdserve::panel_cols(), panels = (weight.size(0) + cols - 1) / cols;
+  Tensor packed = at::empty({panels, weight.size(1), cols}, weight.options());
+  pdserve::pack_weight(weight.const_data_ptr<float>(), weight.stride(0), weight.size(0),
+                       weight.size(1), packed.mutable_data_ptr<float>());
+  return packed;
+}
+
+void check_packed(const Tensor& packed, int64_t out_features) {
+  check_contiguous(packed, "packed", 3);
+  check_size(packed.size(2), pdserve::panel_cols(), "panel width");
+  TORCH_CHECK(out_features >= 0 && out_features <= packed.size(0) * packed.size(2), "out_features ",
+              out_features, " of ", packed.size(0), " panels");
+}
+
+Tensor packed_rows(const Tensor& packed, const Tensor& row_ids, int64_t out_features) {
+  check_packed(packed, out_features);
+  const Tensor ids = as_ids(row_ids, out_features);
+  Tensor out = at::empty({ids.numel(), packed.size(1)}, packed.options());
+  pdserve::packed_rows(packed.const_data_ptr<float>(), packed.size(1),
+                       ids.const_data_ptr<int64_t>(), ids.numel(), out.mutable_data_ptr<float>());
+  return out;
+}
+
+Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias,
+              int64_t out_features) {
+  check_float(x, "x", 2);
+  check_packed(packed, out_features);
+  check_size(x.size(1), packed.size(1), "width of x");
+  if (bias) {
+    check_contiguous(*bias, "bias", 1);
+    check_size(bias->numel(), packed.size(0) * packed.size(2), "length of the padded bias");
+  }
+  Tensor out = at::empty({x.size(0), out_features}, x.options());
+  pdserve::linear({x.const_data_ptr<float>(), x.stride(0), x.size(0), x.size(1), out_features,
+                   packed.const_data_ptr<float>(), bias ? bias->const_data_ptr<float>() : nullptr,
+                   out.mutable_data_ptr<float>()});
+  return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY(pdserve_cpu, m) {
+  m.def(
+      "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, "
+      "Tensor cu_seqlens_q, Tensor context_lens, float scale) -> Tensor");
+  m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
+  m.def("add_rms_norm(Tensor x, Tensor(a!) residual, Tensor weight, float eps) -> Tensor");
+  m.def(
+      "rotary_kv_write(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, "
+      "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping) -> Tensor");
+  m.def("silu_mul(Tensor gate_up) -> Tensor");
+  m.def("embedding(Tensor token_ids, Tensor weight) -> Tensor");
+  m.def("pack_weight(Tensor weight) -> Tensor");
+  m.def("packed_rows(Tensor packed, Tensor row_ids, int out_features) -> Tensor");
+  m.def("linear(Tensor x, Tensor packed, Tensor? bias, int out_features) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(pdserve_cpu, CPU, m) {
+  m.impl("paged_attention", paged_attention);
+  m.impl("rms_norm", rms_norm);
+  m.impl("add_rms_norm", add_rms_norm);
+  m.impl("rotary_kv_write", rotary_kv_write);
+  m.impl("silu_mul", silu_mul);
+  m.impl("embedding", embedding);
+  m.impl("pack_weight", pack_weight);
+  m.impl("packed_rows", packed_rows);
+  m.impl("linear", linear);
+}

@@ -1,0 +1,122 @@
+// Norms, rotary embedding with the KV write, SiLU-mul and embedding: one pass over memory each.
+#include "kernels.h"
+#include "vec.h"
+
+#include <cmath>
+#include <cstring>
+
+namespace pdserve {
+namespace {
+
+// Rows of one task: enough floats to be worth waking a thread for.
+int64_t rows_per_task(int64_t dim) {
+  return std::max<int64_t>(1, 16384 / std::max<int64_t>(dim, 1));
+}
+
+// f(vector index, live lanes) over dim floats.
+template <typename F>
+inline void for_vectors(int64_t dim, const F& f) {
+  int64_t d = 0;
+  for (; d + kLanes <= dim; d += kLanes) f(d, kLanes);
+  if (d < dim) f(d, static_cast<int>(dim - d));
+}
+
+inline Vec load(const float* p, int live) {
+  return live == kLanes ? Vec::loadu(p) : Vec::loadu(p, live);  // lanes beyond live are zero
+}
+
+inline void normalise(const float* x, float square_sum, const float* weight, float eps, int64_t dim,
+                      float* out) {
+  const Vec factor(1.f / std::sqrt(square_sum / static_cast<float>(dim) + eps));
+  for_vectors(dim, [&](int64_t d, int live) {
+    (load(x + d, live) * factor * load(weight + d, live)).store(out + d, live);
+  });
+}
+
+inline void rotate(const float* x, const float* cos, const float* sin, int64_t half, float* out) {
+  for_vectors(half, [&](int64_t d, int live) {
+    const Vec first = load(x + d, live), second = load(x + half + d, live);
+    const Vec c = load(cos + d, live), s = load(sin + d, live);
+    (first * c - second * s).store(out + d, live);
+    (second * c + first * s).store(out + half + d, live);
+  });
+}
+
+}  // namespace
+
+void rms_norm(const NormRows& rows, const float* weight, float eps, float* out) {
+  at::parallel_for(
+      0, rows.outer * rows.inner, rows_per_task(rows.dim), [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) {
+          const float* x =
+              rows.x + row / rows.inner * rows.outer_stride + row % rows.inner * rows.inner_stride;
+          Vec squares(0.f);
+          for_vectors(rows.dim, [&](int64_t d, int live) {
+            const Vec v = load(x + d, live);
+            squares = at::vec::fmadd(v, v, squares);
+          });
+          normalise(x, sum_lanes(squares), weight, eps, rows.dim, out + row * rows.dim);
+        }
+      });
+}
+
+void add_rms_norm(const float* x, int64_t ld_x, float* residual, const float* weight, float eps,
+                  int64_t rows, int64_t dim, float* out) {
+  at::parallel_for(0, rows, rows_per_task(dim), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const float* from = x + row * ld_x;
+      float* total = residual + row * dim;
+      Vec squares(0.f);
+      for_vectors(dim, [&](int64_t d, int live) {
+        const Vec v = load(from + d, live) + load(total + d, live);
+        v.store(total + d, live);
+        squares = at::vec::fmadd(v, v, squares);
+      });
+      normalise(total, sum_lanes(squares), weight, eps, dim, out + row * dim);
+    }
+  });
+}
+
+void rotary_kv_write(const RotaryArgs& a) {
+  const int64_t half = a.head_dim / 2;
+  const int64_t floats = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim;
+  at::parallel_for(0, a.num_tokens, rows_per_task(floats), [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      const float *cos = a.cos + t * half, *sin = a.sin + t * half;
+      for (int64_t h = 0; h < a.num_heads; ++h)
+        rotate(a.q + t * a.q_token_stride + h * a.q_head_stride, cos, sin, half,
+               a.q_out + (t * a.num_heads + h) * a.head_dim);
+      const int64_t slot = a.slot_mapping[t];
+      if (slot < 0) continue;
+      const int64_t block = slot / a.block_size, offset = slot % a.block_size;
+      for (int64_t h = 0; h < a.num_kv_heads; ++h) {
+        const int64_t at = ((block * a.num_kv_heads + h) * a.block_size + offset) * a.head_dim;
+        rotate(a.k + t * a.k_token_stride + h * a.k_head_stride, cos, sin, half, a.k_cache + at);
+        std::memcpy(a.v_cache + at, a.v + t * a.v_token_stride + h * a.v_head_stride,
+                    a.head_dim * sizeof(float));
+      }
+    }
+  });
+}
+
+void silu_mul(const float* gate_up, int64_t ld, int64_t rows, int64_t dim, float* out) {
+  at::parallel_for(0, rows, rows_per_task(4 * dim), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const float* gate = gate_up + row * ld;
+      for_vectors(dim, [&](int64_t d, int live) {
+        const Vec g = load(gate + d, live);
+        (g / (Vec(1.f) + g.neg().exp()) * load(gate + dim + d, live))
+            .store(out + row * dim + d, live);
+      });
+    }
+  });
+}
+
+void embedding(const float* weight, int64_t dim, const int64_t* ids, int64_t count, float* out) {
+  at::parallel_for(0, count, rows_per_task(dim), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i)
+      std::memcpy(out + i * dim, weight + ids[i] * dim, dim * sizeof(float));
+  });
+}
+
+}  // namespace pdserve

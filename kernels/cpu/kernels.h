@@ -1,0 +1,74 @@
+// The kernels on plain pointers: the seam between bindings.cpp, which knows tensors, and the rest,
+// which does not.
+#pragma once
+
+#include <cstdint>
+
+namespace pdserve {
+
+struct AttentionArgs {
+  const float* q;  // [T, Hq, D]
+  int64_t q_token_stride, q_head_stride;
+  const float* k_cache;  // [num_blocks, Hkv, block_size, D], contiguous
+  const float* v_cache;
+  const int32_t* block_table;  // [N, block_table_stride]
+  int64_t block_table_stride;
+  const int32_t* cu_seqlens_q;  // [N + 1]
+  const int32_t* context_lens;  // [N]
+  float* out;                   // [T, Hq, D], contiguous
+  int64_t num_seqs, num_heads, num_kv_heads, head_dim, block_size;
+  float scale;
+};
+
+void paged_attention(const AttentionArgs& args);
+
+// Rows of x may be strided; [outer, inner] index a row, the norm is over dim contiguous floats.
+struct NormRows {
+  const float* x;
+  int64_t outer, inner, outer_stride, inner_stride, dim;
+};
+
+void rms_norm(const NormRows& rows, const float* weight, float eps, float* out);
+
+// residual += x; out = rms_norm(residual). All [rows, dim] with the given row strides.
+void add_rms_norm(const float* x, int64_t ld_x, float* residual, const float* weight, float eps,
+                  int64_t rows, int64_t dim, float* out);
+
+struct RotaryArgs {
+  const float *q, *k, *v;
+  int64_t q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride,
+      v_head_stride;
+  const float *cos, *sin;  // [T, D / 2], contiguous
+  float *k_cache, *v_cache;
+  const int32_t* slot_mapping;
+  float* q_out;  // [T, Hq, D], contiguous
+  int64_t num_tokens, num_heads, num_kv_heads, head_dim, block_size;
+};
+
+void rotary_kv_write(const RotaryArgs& args);
+
+void silu_mul(const float* gate_up, int64_t ld, int64_t rows, int64_t dim, float* out);
+
+void embedding(const float* weight, int64_t dim, const int64_t* ids, int64_t count, float* out);
+
+// Columns of a panel of a packed weight: [ceil(out_features / panel_cols), in_features,
+// panel_cols], zero padded.
+int64_t panel_cols();
+
+void pack_weight(const float* weight, int64_t ld, int64_t out_features, int64_t in_features,
+                 float* packed);
+
+void packed_rows(const float* packed, int64_t in_features, const int64_t* ids, int64_t count,
+                 float* out);
+
+struct LinearArgs {
+  const float* x;  // [rows, in_features]
+  int64_t ld_x, rows, in_features, out_features;
+  const float* packed;
+  const float* bias;  // or null; padded with zeros to whole panels
+  float* out;         // [rows, out_features], contiguous
+};
+
+void linear(const LinearArgs& args);
+
+}  // namespace pdserve

@@ -1,0 +1,91 @@
+// The one matrix product all kernels share: C[rows, cols] = init + A[rows, depth] B[depth, cols].
+//
+// A is read by broadcast, B by vectors along its columns, and every element of C is one chain of
+// fused multiply-adds over depth in ascending order. NOTE: an element's value therefore does not
+// depend on how rows are grouped into tiles, nor on depth being cut into blocks that continue from
+// C: results are the same bits in every batch.
+#pragma once
+
+#include "vec.h"
+
+#include <array>
+#include <utility>
+
+namespace pdserve {
+
+struct Product {
+  const float* a;
+  int64_t ld_a;
+  const float* b;
+  int64_t ld_b;
+  int64_t depth;
+  const float* init;  // null: zeros; ld_init 0: one row for all (a bias); c itself: continue
+  int64_t ld_init;
+  float* c;
+  int64_t ld_c;
+};
+
+template <int Rows, int Vecs>
+void multiply_tile(const Product& p) {
+  Vec acc[Rows][Vecs];
+  c10::ForcedUnroll<Rows>{}([&](auto r) {
+    c10::ForcedUnroll<Vecs>{}([&](auto v) {
+      acc[r][v] = p.init ? Vec::loadu(p.init + r * p.ld_init + v * kLanes) : Vec(0.f);
+    });
+  });
+  const float* a = p.a;
+  const float* b = p.b;
+  const int64_t ld_a = p.ld_a, ld_b = p.ld_b;
+  for (int64_t k = 0; k < p.depth; ++k, b += ld_b) {
+    Vec row[Vecs];
+    c10::ForcedUnroll<Vecs>{}([&](auto v) { row[v] = Vec::loadu(b + v * kLanes); });
+    c10::ForcedUnroll<Rows>{}([&](auto r) {
+      const Vec scalar(a[r * ld_a + k]);
+      c10::ForcedUnroll<Vecs>{}(
+          [&](auto v) { acc[r][v] = at::vec::fmadd(scalar, row[v], acc[r][v]); });
+    });
+  }
+  c10::ForcedUnroll<Rows>{}([&](auto r) {
+    c10::ForcedUnroll<Vecs>{}([&](auto v) { acc[r][v].store(p.c + r * p.ld_c + v * kLanes); });
+  });
+}
+
+using TileFn = void (*)(const Product&);
+
+template <int Vecs, int... Rows>
+constexpr std::array<TileFn, sizeof...(Rows)> tiles_of(std::integer_sequence<int, Rows...>) {
+  return {multiply_tile<Rows + 1, Vecs>...};
+}
+
+// Vecs * kLanes columns of the product, any number of rows.
+template <int Vecs>
+void multiply_rows(Product p, int64_t rows) {
+  static constexpr auto tiles = tiles_of<Vecs>(std::make_integer_sequence<int, kTileRows>());
+  for (int64_t left = ceil_div<int64_t>(rows, kTileRows); left > 0; --left) {
+    const int64_t taken =
+        ceil_div(rows, left);  // even tiles: 7 + 6 rows keep more FMAs in flight than 12 + 1
+    tiles[taken - 1](p);
+    rows -= taken;
+    p.a += taken * p.ld_a;
+    if (p.init) p.init += taken * p.ld_init;
+    p.c += taken * p.ld_c;
+  }
+}
+
+// cols must be a multiple of kLanes.
+inline void multiply(Product p, int64_t rows, int64_t cols) {
+  for (; cols >= kTileCols; cols -= kTileCols) {
+    multiply_rows<kTileVecs>(p, rows);
+    p.b += kTileCols;
+    p.c += kTileCols;
+    if (p.init) p.init += kTileCols;
+  }
+  for (; cols > 0; cols -= kLanes) {
+    multiply_rows<1>(p, rows);
+    p.b += kLanes;
+    p.c += kLanes;
+    if (p.init) p.init += kLanes;
+  }
+}
+
+}  // namespace pdserve

@@ -1,0 +1,151 @@
+"""The ops on the C++ kernels, and their shapes for torch.compile."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.build import build
+
+
+class CpuLinear:
+    """A weight packed into panels, and the only copy of it."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._packed = torch.ops.pdserve_cpu.pack_weight(weight)
+        self._bias: Tensor | None = None
+        if bias is not None:
+            padded_features = self._packed.shape[0] * self._packed.shape[2]
+            self._bias = bias.new_zeros(padded_features)
+            self._bias[: self.out_features] = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [T, in_features] float32 -> [T, out_features]; a row is the same in any batch."""
+        result: Tensor = torch.ops.pdserve_cpu.linear(
+            x, self._packed, self._bias, self.out_features
+        )
+        return result
+
+    def rows(self, row_ids: Tensor) -> Tensor:
+        """row_ids: [T] -> [T, in_features]: rows of W, gathered from the panels."""
+        result: Tensor = torch.ops.pdserve_cpu.packed_rows(self._packed, row_ids, self.out_features)
+        return result
+
+
+class CpuOps:
+    """Implements `kernels.ops.Ops` for float32 on the CPU; construct through `load`."""
+
+    name = "cpu"
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> CpuLinear:
+        """Pack; the caller drops its own copy."""
+        return CpuLinear(weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `Ops.rms_norm`."""
+        result: Tensor = torch.ops.pdserve_cpu.rms_norm(x, weight, eps)
+        return result
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """See `Ops.add_rms_norm`; the sum replaces `residual`."""
+        normed: Tensor = torch.ops.pdserve_cpu.add_rms_norm(x, residual, weight, eps)
+        return normed, residual
+
+    def rotary_kv_write(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        """See `Ops.rotary_kv_write`."""
+        result: Tensor = torch.ops.pdserve_cpu.rotary_kv_write(
+            q, k, v, cos, sin, k_cache, v_cache, slot_mapping
+        )
+        return result
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_table: Tensor,
+        cu_seqlens_q: Tensor,
+        context_lens: Tensor,
+        scale: float,
+        max_seqlen_q: int,
+    ) -> Tensor:
+        """See `Ops.paged_attention`; a query's result is the same in any batch or chunking."""
+        result: Tensor = torch.ops.pdserve_cpu.paged_attention(
+            q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, scale
+        )
+        return result
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """See `Ops.silu_mul`."""
+        result: Tensor = torch.ops.pdserve_cpu.silu_mul(gate_up)
+        return result
+
+    def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor:
+        """See `Ops.embedding`."""
+        result: Tensor = torch.ops.pdserve_cpu.embedding(token_ids, weight)
+        return result
+
+
+@functools.cache
+def load(cache_dir: Path | None = None) -> CpuOps:
+    """Build the kernels if need be and load them into this process, once.
+
+    Raises: BuildError: they cannot be built. OSError: they cannot be loaded.
+    """
+    torch.ops.load_library(build(cache_dir))  # type: ignore[no-untyped-call]
+    _register_fakes()
+    return CpuOps()
+
+
+def _register_fakes() -> None:
+    def fake_linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+        return x.new_empty((x.shape[0], out_features))
+
+    def fake_packed_rows(packed: Tensor, row_ids: Tensor, out_features: int) -> Tensor:
+        return packed.new_empty((row_ids.shape[0], packed.shape[1]))
+
+    def fake_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return x.new_empty(x.shape)
+
+    def fake_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return x.new_empty(x.shape)
+
+    def fake_rotary_kv_write(q: Tensor, *_: Tensor) -> Tensor:
+        return q.new_empty(q.shape)
+
+    def fake_paged_attention(q: Tensor, *_: Tensor | float) -> Tensor:
+        return q.new_empty(q.shape)
+
+    def fake_silu_mul(gate_up: Tensor) -> Tensor:
+        return gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
+
+    def fake_embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
+        return weight.new_empty((token_ids.shape[0], weight.shape[1]))
+
+    fakes: dict[str, Callable[..., Tensor]] = {
+        "linear": fake_linear,
+        "packed_rows": fake_packed_rows,
+        "rms_norm": fake_rms_norm,
+        "add_rms_norm": fake_add_rms_norm,
+        "rotary_kv_write": fake_rotary_kv_write,
+        "paged_attention": fake_paged_attention,
+        "silu_mul": fake_silu_mul,
+        "embedding": fake_embedding,
+    }
+    for name, fake in fakes.items():
+        torch.library.register_fake(f"pdserve_cpu::{name}", fake)

@@ -1,0 +1,97 @@
+// Vector width, register tile and small helpers shared by the kernels; everything here is per CPU
+// capability.
+#pragma once
+
+#include <ATen/Parallel.h>
+// NOTE: vec.h before functional.h; on AVX2 the other order meets an include cycle of theirs.
+#include <ATen/cpu/vec/vec.h>
+
+#include <ATen/cpu/vec/functional.h>
+#include <c10/util/Unroll.h>
+
+#include <atomic>
+#include <cstdint>
+#include <limits>
+
+namespace pdserve {
+
+using Vec = at::vec::Vectorized<float>;
+
+constexpr int kLanes = Vec::size();
+
+// The register tile of the microkernel: kTileRows x kTileVecs accumulators, and room for a row of B
+// and a broadcast.
+#if defined(CPU_CAPABILITY_AVX512)
+constexpr int kTileRows = 12, kTileVecs = 2;  // of 32 registers
+#elif defined(__aarch64__)
+constexpr int kTileRows = 6, kTileVecs = 4;  // of 32 registers of 4 lanes
+#else
+constexpr int kTileRows = 6, kTileVecs = 2;  // of 16 registers
+#endif
+constexpr int kTileCols = kTileVecs * kLanes;
+
+constexpr float kMinusInf = -std::numeric_limits<float>::infinity();
+
+template <typename T>
+constexpr T ceil_div(T a, T b) {
+  return (a + b - 1) / b;
+}
+
+template <typename T>
+constexpr T round_up(T a, T b) {
+  return ceil_div(a, b) * b;
+}
+
+// dst[c][r] = src[r][c] for a kLanes x kLanes block.
+inline void transpose_block(const float* src, int64_t ld_src, float* dst, int64_t ld_dst) {
+#if defined(CPU_CAPABILITY_AVX512)
+  at::vec::transpose_mxn<float, 16, 16>(src, ld_src, dst, ld_dst);
+#elif defined(CPU_CAPABILITY_AVX2)
+  at::vec::transpose_mxn<float, 8, 8>(src, ld_src, dst, ld_dst);
+#else
+  for (int r = 0; r < kLanes; ++r)
+    for (int c = 0; c < kLanes; ++c) dst[c * ld_dst + r] = src[r * ld_src + c];
+#endif
+}
+
+// dst[c][r] = src[r][c] for r < rows, and 0 for rows <= r < padded_rows.
+inline void transpose_padded(const float* src, int64_t ld_src, int64_t rows, int64_t cols,
+                             float* dst, int64_t ld_dst, int64_t padded_rows) {
+  const int64_t whole_cols = cols / kLanes * kLanes;
+  int64_t r = 0;
+  for (; r + kLanes <= rows; r += kLanes) {
+    for (int64_t c = 0; c < whole_cols; c += kLanes)
+      transpose_block(src + r * ld_src + c, ld_src, dst + c * ld_dst + r, ld_dst);
+    for (int64_t c = whole_cols; c < cols; ++c)
+      for (int64_t i = r; i < r + kLanes; ++i) dst[c * ld_dst + i] = src[i * ld_src + c];
+  }
+  for (; r < padded_rows; ++r)
+    for (int64_t c = 0; c < cols; ++c) dst[c * ld_dst + r] = r < rows ? src[r * ld_src + c] : 0.f;
+}
+
+inline float sum_lanes(const Vec& v) {
+  return at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return a + b; }, v);
+}
+
+inline float max_lanes(const Vec& v) {
+  return at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return at::vec::maximum(a, b); }, v);
+}
+
+// Calls f(begin, end) for chunks of [0, count) on all threads; whoever is free takes the next
+// chunk.
+template <typename F>
+void parallel_dynamic(int64_t count, int64_t chunk, const F& f) {
+  const int64_t num_chunks = ceil_div(count, chunk);
+  const int64_t num_workers = std::min<int64_t>(num_chunks, at::get_num_threads());
+  if (num_workers <= 1) {
+    if (count > 0) f(int64_t{0}, count);
+    return;
+  }
+  std::atomic<int64_t> next{0};
+  at::parallel_for(0, num_workers, 1, [&](int64_t, int64_t) {
+    for (int64_t i = next.fetch_add(1); i < num_chunks; i = next.fetch_add(1))
+      f(i * chunk, std::min(count, (i + 1) * chunk));
+  });
+}
+
+}  // namespace pdserve
