@@ -22,13 +22,14 @@ from typing import Annotated
 from annotated_types import Ge
 
 from engine.block_manager import BlockManager
+from engine.errors import EngineError
 from engine.request import FinishReason, Request, RequestKey, RequestState
 from engine.request_queue import RequestQueue
 
 _OVER = frozenset({RequestState.FINISHED, RequestState.ABORTED, RequestState.FAILED})
 
 
-class QueueFull(Exception):
+class QueueFull(EngineError):
     """The waiting queue is at its bound: try elsewhere, or later."""
 
 
