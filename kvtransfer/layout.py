@@ -1,13 +1,28 @@
 """Geometry of the paged KV cache of one rank, and its identity for the handshake.
 
-Per layer: K and V, each [num_blocks, num_kv_heads, block_size, head_dim], contiguous. One head of one block is one run of bytes.
+Per layer two parts, K and V, each [num_blocks, num_kv_heads, block_size, head_dim], contiguous;
+with MLA the parts are latent [num_blocks, 1, block_size, kv_lora_rank] and rope [num_blocks, 1,
+block_size, rope_dim]. One head of one block is one run of bytes.
 """
 
 from dataclasses import asdict, dataclass
 
 import xxhash
 
+from protos import worker_pb2
+
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class KVPart:
+    """One of the two tensors of a layer."""
+
+    name: str
+    """k, v, latent or rope."""
+    num_heads: int
+    width: int
+    """Elements of one token of one head."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +46,21 @@ class KVLayout:
     """MLA rope width; 0 for plain attention."""
 
     @property
+    def parts(self) -> tuple[KVPart, KVPart]:
+        """The two tensors of a layer, in the order in which they are stored and hashed."""
+        if self.kv_lora_rank:
+            return KVPart("latent", 1, self.kv_lora_rank), KVPart("rope", 1, self.rope_dim)
+        return (
+            KVPart("k", self.num_kv_heads, self.head_dim),
+            KVPart("v", self.num_kv_heads, self.head_dim),
+        )
+
+    @property
+    def num_model_heads(self) -> int:
+        """KV heads of the whole model; MLA's latent counts as one that every rank holds."""
+        return 1 if self.kv_lora_rank else self.total_num_kv_heads or self.num_kv_heads
+
+    @property
     def head_bytes(self) -> int:
         """Bytes of one head of one block in K (V is the same)."""
         return self.block_size * self.head_dim * DTYPE_BYTES[self.dtype]
@@ -42,10 +72,34 @@ class KVLayout:
 
     @property
     def block_bytes_all_layers(self) -> int:
-        """Bytes that one block takes in K and V over all layers."""
-        return 2 * self.num_layers * self.block_bytes
+        """Bytes that one block takes in both parts over all layers."""
+        return self.num_layers * sum(self.part_block_bytes(part) for part in self.parts)
 
     @property
     def digest(self) -> str:
         """Hash of every field, for the handshake."""
         return xxhash.xxh3_64_hexdigest(repr(sorted(asdict(self).items())).encode())
+
+    def part_block_bytes(self, part: KVPart) -> int:
+        """Bytes of one block in `part` of one layer."""
+        return part.num_heads * self.block_size * part.width * DTYPE_BYTES[self.dtype]
+
+    def to_proto(self) -> worker_pb2.KVLayout:
+        """The same on the wire."""
+        return worker_pb2.KVLayout(**asdict(self))
+
+    @classmethod
+    def from_proto(cls, message: worker_pb2.KVLayout) -> "KVLayout":
+        """Read what to_proto wrote."""
+        return cls(
+            dtype=message.dtype,
+            num_layers=message.num_layers,
+            num_kv_heads=message.num_kv_heads,
+            head_dim=message.head_dim,
+            block_size=message.block_size,
+            tp_rank=message.tp_rank,
+            tp_size=message.tp_size,
+            total_num_kv_heads=message.total_num_kv_heads,
+            kv_lora_rank=message.kv_lora_rank,
+            rope_dim=message.rope_dim,
+        )
