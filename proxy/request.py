@@ -23,8 +23,6 @@ class SamplingOptions:
     """None draws one per request."""
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
-    max_tokens: int | None = None
-    """None: up to the context."""
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()

@@ -1,0 +1,31 @@
+"""Run one proxy: `python -m proxy --config proxy.json [--ports-file ports.json]`."""
+
+import argparse
+import asyncio
+import logging
+from pathlib import Path
+
+import uvloop
+
+from proxy.config import ProxyConfig
+from proxy.server import serve
+
+
+def main() -> None:
+    """Parse the command line and serve until a signal."""
+    parser = argparse.ArgumentParser(prog="python -m proxy")
+    parser.add_argument("--config", type=Path, required=True, help="ProxyConfig as JSON")
+    parser.add_argument("--ports-file", type=Path, help="write the bound ports here as JSON")
+    parser.add_argument("--log-level", default="warning")
+    arguments = parser.parse_args()
+    logging.basicConfig(
+        level=arguments.log_level.upper(),
+        format="%(asctime)s proxy %(levelname)s %(name)s: %(message)s",
+    )
+    config = ProxyConfig.from_json(arguments.config.read_text())
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(config, arguments.ports_file))
+
+
+if __name__ == "__main__":
+    main()

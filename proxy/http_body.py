@@ -1,0 +1,84 @@
+"""Request bodies over HTTP: size, content type and JSON, each with its own error."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import orjson
+from starlette.requests import Request
+from starlette.types import Receive
+
+from proxy.errors import BodyTooLarge, ClientDisconnected, InvalidRequest
+
+# A refused body is still read up to here: a client that is busy sending would not see the answer.
+_MAX_DRAINED_BYTES = 64 * 1024 * 1024
+
+
+async def read_json(request: Request, max_bytes: int) -> object:
+    """Read and decode the body.
+
+    Raises: BodyTooLarge, InvalidRequest, ClientDisconnected.
+    """
+    content_type = request.headers.get("content-type", "application/json")
+    media_type = content_type.partition(";")[0].strip().lower()
+    body = await _read(request.receive, max_bytes)
+    if media_type != "application/json" and not media_type.endswith("+json"):
+        raise InvalidRequest(
+            f"content-type must be application/json, got {media_type[:100]!r}",
+            code="unsupported_content_type",
+        )
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
+
+
+async def _read(receive: Receive, max_bytes: int) -> bytes:
+    chunks: list[bytes] = []
+    num_bytes = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnected
+        chunk = message.get("body", b"")
+        num_bytes += len(chunk)
+        if num_bytes <= max_bytes:
+            chunks.append(chunk)
+        elif num_bytes > _MAX_DRAINED_BYTES:
+            break
+        if not message.get("more_body", False):
+            break
+    if num_bytes > max_bytes:
+        raise BodyTooLarge(f"the body has more than {max_bytes} bytes, which is the limit")
+    return b"".join(chunks)
+
+
+@asynccontextmanager
+async def cancel_on_disconnect(receive: Receive) -> AsyncIterator[None]:
+    """Cancel the block when the client closes its connection; the body must have been read.
+
+    Raises: ClientDisconnected: instead of the cancellation.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    is_gone = False
+
+    async def watch() -> None:
+        nonlocal is_gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        is_gone = True
+        task.cancel()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+        if is_gone:
+            # The cancellation is on its way to the next await; take it here.
+            await asyncio.sleep(0)
+    except asyncio.CancelledError:
+        if is_gone and task.uncancel() == 0:
+            raise ClientDisconnected from None
+        raise
+    finally:
+        watcher.cancel()

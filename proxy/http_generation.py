@@ -1,0 +1,179 @@
+"""Answer one generation request over HTTP, whole or as server-sent events.
+
+A status is sent only after the first event of a worker. An error before it is an HTTP error; one
+after it is a last `data: {"error": ...}` event, and the stream ends without `[DONE]`.
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import orjson
+from starlette.types import Receive, Scope, Send
+
+from proxy.choice import Delta
+from proxy.errors import ClientDisconnected, InternalError, ProxyError
+from proxy.generation import Usage
+from proxy.http_body import cancel_on_disconnect
+from proxy.openai_responses import ChoiceResult, ResponseFormat, usage_body
+from proxy.request import GenerationRequest, Progress
+from proxy.service import Service
+
+logger = logging.getLogger(__name__)
+
+_DONE = b"data: [DONE]\n\n"
+_SSE_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+
+
+class GenerationResponse:
+    """An ASGI application that runs one validated request and sends what comes of it."""
+
+    def __init__(
+        self,
+        service: Service,
+        request: GenerationRequest,
+        response_format: ResponseFormat,
+        *,
+        api: str,
+        is_stream: bool,
+        include_usage: bool = False,
+        continuous_usage: bool = False,
+    ) -> None:
+        self._service = service
+        self._request = request
+        self._format = response_format
+        self._api = api
+        self._is_stream = is_stream
+        self._include_usage = include_usage
+        self._continuous_usage = continuous_usage
+        self._usage = Usage(prompt_tokens=request.num_prompt_tokens)
+        self._has_started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run to the end, whatever it is; nothing is left at the workers afterwards."""
+        progress = Progress()
+        error: BaseException | None = None
+        try:
+            async with cancel_on_disconnect(receive):
+                if self._is_stream:
+                    async with self._service.open(self._request, progress) as deltas:
+                        await self._stream(deltas, send)
+                else:
+                    async with self._service.open(self._request, progress) as deltas:
+                        body = await self._gather(deltas)
+            # NOTE: the last bytes go out when nothing can be cancelled any more: the server
+            # reports a finished response as a disconnect.
+            if self._is_stream:
+                await self._write(send, self._ending(), more_body=False)
+            else:
+                await send_json(send, 200, body, [_request_id(self._request)])
+        except ProxyError as failure:
+            error = failure
+            await self._send_error(send, failure)
+        except ClientDisconnected as failure:
+            error = failure
+        except asyncio.CancelledError as failure:
+            error = failure
+            raise
+        except Exception as failure:  # outermost: the client must get an answer
+            error = failure
+            logger.exception("request %s failed", self._request.request_id)
+            await self._send_error(send, InternalError("internal error"))
+        finally:
+            self._service.count(self._api, progress, error)
+
+    async def _gather(self, deltas: AsyncGenerator[Delta, None]) -> dict[str, Any]:
+        choices = [ChoiceResult(index) for index in range(self._request.num_sequences)]
+        async for delta in deltas:
+            choices[delta.index].add(delta)
+            self._usage.add(delta, self._request)
+        return self._format.response(choices, self._usage)
+
+    async def _stream(self, deltas: AsyncGenerator[Delta, None], send: Send) -> None:
+        opened: set[int] = set()
+        async for delta in deltas:
+            self._usage.add(delta, self._request)
+            events = b""
+            if delta.index not in opened:
+                opened.add(delta.index)
+                opening = self._format.opening(delta.index)
+                if opening is not None:
+                    events = self._event(opening)
+            if delta.text or delta.logprobs or delta.finish_reason is not None:
+                events += self._event(self._format.chunk(delta))
+            if events:
+                await self._write(send, events)
+
+    def _event(self, chunk: dict[str, Any]) -> bytes:
+        if self._continuous_usage:
+            chunk["usage"] = usage_body(self._usage)
+        elif self._include_usage:
+            chunk["usage"] = None
+        return b"data: " + orjson.dumps(chunk) + b"\n\n"
+
+    def _ending(self) -> bytes:
+        if not self._include_usage:
+            return _DONE
+        chunk = {**self._format.last_chunk(), "usage": usage_body(self._usage)}
+        return b"data: " + orjson.dumps(chunk) + b"\n\n" + _DONE
+
+    async def _write(self, send: Send, data: bytes, *, more_body: bool = True) -> None:
+        """Send stream bytes, with the headers before the first ones.
+
+        Raises: ClientDisconnected: the client took nothing for client_write_timeout_s.
+        """
+        try:
+            async with asyncio.timeout(self._service.config.client_write_timeout_s):
+                if not self._has_started:
+                    self._has_started = True
+                    headers = [*_SSE_HEADERS, _request_id(self._request)]
+                    await send({"type": "http.response.start", "status": 200, "headers": headers})
+                await send({"type": "http.response.body", "body": data, "more_body": more_body})
+        except TimeoutError:
+            raise ClientDisconnected("the client reads too slowly") from None
+
+    async def _send_error(self, send: Send, error: ProxyError) -> None:
+        if not self._has_started:
+            await send_error(send, error)
+            return
+        event = b"data: " + orjson.dumps(error.body()) + b"\n\n"
+        try:
+            await self._write(send, event, more_body=False)
+        except ClientDisconnected:
+            return
+
+
+def _request_id(request: GenerationRequest) -> tuple[bytes, bytes]:
+    return (b"x-request-id", request.request_id.encode())
+
+
+async def send_json(
+    send: Send, status: int, body: object, headers: list[tuple[bytes, bytes]] | None = None
+) -> None:
+    """Send a whole JSON reply."""
+    data = orjson.dumps(body)
+    all_headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(data)).encode()),
+        *(headers or []),
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": all_headers})
+    await send({"type": "http.response.body", "body": data})
+
+
+async def send_error(send: Send, error: ProxyError) -> None:
+    """Send an error as OpenAI does."""
+    await send_json(send, error.status, error.body(), error_headers(error))
+
+
+def error_headers(error: ProxyError) -> list[tuple[bytes, bytes]]:
+    """Retry-After, where it helps."""
+    if error.retry_after_s is None:
+        return []
+    return [(b"retry-after", str(math.ceil(error.retry_after_s)).encode())]

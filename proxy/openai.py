@@ -1,0 +1,192 @@
+"""Bodies of the OpenAI API (with vLLM's extensions), and their validation.
+
+Types are strict: a number in quotes is an error, as it is at OpenAI. Unknown fields are accepted.
+"""
+
+from typing import Annotated, Any, Literal, TypeVar
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from proxy.errors import InvalidRequest
+
+_MAX_SHOWN_CHARS = 100
+
+Uint32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
+TokenId = Uint32
+
+
+class Body(BaseModel):
+    """Common to all bodies."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class StreamOptions(Body):
+    """What a stream carries besides text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class ResponseFormat(Body):
+    """How the answer is constrained; only free text today."""
+
+    type: str
+
+
+class GenerationBody(Body):
+    """Fields that chat and text completions share."""
+
+    model: str | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    min_tokens: Uint32 | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
+    cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    user: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+
+    # Known and not there yet: refused by name, rather than ignored.
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    use_beam_search: bool | None = None
+    prompt_logprobs: Any = None
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    prompt: Any = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0)] | None = None
+    best_of: Annotated[int, Field(ge=1)] | None = None
+    add_special_tokens: bool | None = None
+    suffix: str | None = None
+
+
+class ContentPart(Body):
+    """One part of a message's content."""
+
+    type: str
+    text: str | None = None
+
+
+class Message(Body):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[Any] | None = None
+
+
+class ConversationBody(Body):
+    """How a conversation becomes a prompt."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+
+
+class ChatCompletionBody(GenerationBody, ConversationBody):
+    """POST /v1/chat/completions."""
+
+    max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    functions: list[Any] | None = None
+    function_call: Any = None
+    modalities: list[str] | None = None
+    audio: Any = None
+
+
+class TokenizeTextBody(Body):
+    """POST /tokenize with a text."""
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeChatBody(ConversationBody):
+    """POST /tokenize with a conversation."""
+
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+BodyT = TypeVar("BodyT", bound=Body)
+
+
+def parse_body(kind: type[BodyT], raw: object) -> BodyT:
+    """Validate a decoded JSON document.
+
+    Raises: InvalidRequest: naming the field, the value and the limit.
+    """
+    if not isinstance(raw, dict):
+        raise InvalidRequest(f"the body must be a JSON object, got {_show(raw)}")
+    try:
+        return kind.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        param = _param(first["loc"])
+        if first["type"] == "missing":
+            raise InvalidRequest(
+                f"{param} is required", param=param, code="missing_required_parameter"
+            ) from None
+        message = first["msg"].replace("Input should", "should").replace("Value", "value")
+        raise InvalidRequest(
+            f"{param} {message}, got {_show(first['input'])}", param=param
+        ) from None
+
+
+def _param(location: tuple[int | str, ...]) -> str:
+    """Path of a field; members that pydantic adds for unions are no part of it."""
+    name = ""
+    for step in location:
+        if isinstance(step, int):
+            name += f"[{step}]"
+        elif step.isidentifier() and step not in ("str", "int", "float", "bool", "list", "dict"):
+            name += f".{step}" if name else step
+    return name
+
+
+def _show(value: object) -> str:
+    try:
+        text = orjson.dumps(value).decode()
+    except TypeError:
+        text = repr(value)
+    return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "..."

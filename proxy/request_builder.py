@@ -1,0 +1,441 @@
+"""Validated bodies to GenerationRequests: the checks that need the model, its limits, or both.
+
+Nothing here talks to a worker: what is refused here was never seen by one.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from proxy.config import ProxyConfig
+from proxy.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Unsupported
+from proxy.openai import (
+    ChatCompletionBody,
+    CompletionBody,
+    ConversationBody,
+    GenerationBody,
+    Message,
+    TokenizeChatBody,
+    TokenizeTextBody,
+)
+from proxy.request import GenerationRequest, SamplingOptions
+from proxy.tokenizer import Tokenizer
+
+_DEFAULT_COMPLETION_TOKENS = 16
+# Longer texts are tokenized in a thread (the tokenizer releases the GIL); shorter ones are not
+# worth the switch.
+_MAX_INLINE_CHARS = 8192
+
+
+class RequestBuilder:
+    """Checks and tokenizes requests for one model."""
+
+    def __init__(
+        self, config: ProxyConfig, tokenizer: Tokenizer, max_model_len: Callable[[], int]
+    ) -> None:
+        self._names = config.served_model_names
+        self._limits = config.limits
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+
+    def check_model(self, name: str | None) -> str:
+        """Return the model name to report; None means the default.
+
+        Raises: ModelNotFound.
+        """
+        if name is None or name == "":
+            return self._names[0]
+        if name not in self._names:
+            raise ModelNotFound(f"The model `{name[:100]}` does not exist", param="model")
+        return name
+
+    async def chat(self, body: ChatCompletionBody) -> GenerationRequest:
+        """Build the request of a chat completion.
+
+        Raises: InvalidRequest, ModelNotFound: see the error's param.
+        """
+        model = self.check_model(body.model)
+        _refuse_unsupported_chat(body)
+        num_logprobs = self._chat_logprobs(body)
+        max_tokens, param = body.max_completion_tokens, "max_completion_tokens"
+        if max_tokens is None:
+            max_tokens, param = body.max_tokens, "max_tokens"
+        if max_tokens == 0:
+            raise InvalidRequest(f"{param} should be at least 1, got 0", param=param)
+        self._check_limits(body)
+        prompt = await self.render(body)
+        return self._build(
+            body,
+            model=model,
+            prompts=(prompt,),
+            prompt_param="messages",
+            max_tokens=max_tokens,
+            max_tokens_param=param,
+            default_max_tokens=None,
+            num_logprobs=num_logprobs,
+        )
+
+    async def completion(self, body: CompletionBody) -> GenerationRequest:
+        """Build the request of a text completion.
+
+        Raises: InvalidRequest, ModelNotFound: see the error's param.
+        """
+        model = self.check_model(body.model)
+        _refuse_unsupported(body)
+        if body.suffix:
+            raise Unsupported("suffix is not supported", param="suffix")
+        if body.best_of is not None and body.best_of != (body.n or 1):
+            raise Unsupported(
+                f"best_of must equal n ({body.n or 1}), got {body.best_of}", param="best_of"
+            )
+        echo = bool(body.echo)
+        if body.max_tokens == 0 and not echo:
+            raise InvalidRequest(
+                "max_tokens should be at least 1 (or 0 with echo), got 0", param="max_tokens"
+            )
+        if body.logprobs is not None and body.logprobs > self._limits.max_logprobs:
+            raise InvalidRequest(
+                f"logprobs should be at most {self._limits.max_logprobs}, got {body.logprobs}",
+                param="logprobs",
+            )
+        self._check_limits(body)
+        prompts = await self._prompts(body)
+        return self._build(
+            body,
+            model=model,
+            prompts=prompts,
+            prompt_param="prompt",
+            max_tokens=body.max_tokens,
+            max_tokens_param="max_tokens",
+            default_max_tokens=_DEFAULT_COMPLETION_TOKENS,
+            num_logprobs=body.logprobs,
+            echo=echo,
+        )
+
+    async def tokenize(self, body: TokenizeTextBody | TokenizeChatBody) -> tuple[int, ...]:
+        """Token ids as a completion, or a chat completion, would get them."""
+        self.check_model(body.model)
+        if isinstance(body, TokenizeChatBody):
+            return await self.render(body, add_special_tokens=bool(body.add_special_tokens))
+        add_special_tokens = body.add_special_tokens is not False
+        return await self._encode(body.prompt, add_special_tokens, param=None)
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids.
+
+        Raises: InvalidRequest: an id is outside of the vocabulary.
+        """
+        self._check_token_ids(token_ids, "tokens")
+        return self._tokenizer.decode(token_ids)
+
+    async def render(
+        self, body: ConversationBody, *, add_special_tokens: bool = False
+    ) -> tuple[int, ...]:
+        """Apply the chat template and tokenize."""
+        if body.continue_final_message:
+            raise Unsupported(
+                "continue_final_message is not supported", param="continue_final_message"
+            )
+        if body.chat_template is not None:
+            raise Unsupported("chat_template is not supported", param="chat_template")
+        messages = [_template_message(i, message) for i, message in enumerate(body.messages)]
+        text = self._tokenizer.render(
+            messages,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            template_kwargs=body.chat_template_kwargs,
+        )
+        return await self._encode(text, add_special_tokens, param="messages")
+
+    async def _encode(
+        self, text: str, add_special_tokens: bool, *, param: str | None
+    ) -> tuple[int, ...]:
+        limit = self._max_model_len()
+        num_bytes = len(text.encode())
+        if param is not None and num_bytes > limit * self._tokenizer.max_token_bytes:
+            raise ContextLengthExceeded(
+                f"{param} has {num_bytes} bytes, which cannot fit the context of {limit} tokens",
+                param=param,
+            )
+        if len(text) <= _MAX_INLINE_CHARS:
+            return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        ids = await asyncio.to_thread(
+            self._tokenizer.encode, text, add_special_tokens=add_special_tokens
+        )
+        return tuple(ids)
+
+    async def _prompts(self, body: CompletionBody) -> tuple[tuple[int, ...], ...]:
+        """Prompts of a completion: a text, texts, token ids, or lists of token ids."""
+        raw = body.prompt
+        if raw is None:
+            raise InvalidRequest(
+                "prompt is required", param="prompt", code="missing_required_parameter"
+            )
+        items: list[Any]
+        if isinstance(raw, str) or (isinstance(raw, list) and raw and _is_int(raw[0])):
+            items = [raw]
+        elif isinstance(raw, list):
+            items = raw
+        else:
+            items = []
+        if not items:
+            raise InvalidRequest(
+                "prompt must be a string, token ids, or a non-empty list of either",
+                param="prompt",
+            )
+        if len(items) > self._limits.max_prompts:
+            raise InvalidRequest(
+                f"prompt has {len(items)} entries, the limit is {self._limits.max_prompts}",
+                param="prompt",
+            )
+        return tuple([await self._prompt(item, body) for item in items])
+
+    async def _prompt(self, item: object, body: CompletionBody) -> tuple[int, ...]:
+        if isinstance(item, str):
+            return await self._encode(item, body.add_special_tokens is not False, param="prompt")
+        if not isinstance(item, list) or not all(map(_is_int, item)):
+            raise InvalidRequest(
+                "prompt must be a string, token ids, or a list of either", param="prompt"
+            )
+        self._check_token_ids(item, "prompt")
+        return tuple(item)
+
+    def _check_token_ids(self, token_ids: Sequence[int], param: str) -> None:
+        vocab_size = self._tokenizer.vocab_size
+        for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequest(
+                    f"{param} holds token id {token_id}, the vocabulary has 0 to {vocab_size - 1}",
+                    param=param,
+                )
+
+    def _chat_logprobs(self, body: ChatCompletionBody) -> int | None:
+        if body.top_logprobs is not None and not body.logprobs:
+            if body.top_logprobs == 0:
+                return None
+            raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+        if not body.logprobs:
+            return None
+        if body.top_logprobs is not None and body.top_logprobs > self._limits.max_logprobs:
+            raise InvalidRequest(
+                f"top_logprobs should be at most {self._limits.max_logprobs}, "
+                f"got {body.top_logprobs}",
+                param="top_logprobs",
+            )
+        return body.top_logprobs or 0
+
+    def _check_limits(self, body: GenerationBody) -> None:
+        limits = self._limits
+        if body.n is not None and body.n > limits.max_n:
+            raise InvalidRequest(f"n should be at most {limits.max_n}, got {body.n}", param="n")
+        if body.stream_options is not None and not body.stream:
+            raise InvalidRequest(
+                "stream_options is only allowed with stream: true", param="stream_options"
+            )
+        stop = _stop_list(body)
+        if len(stop) > limits.max_stop:
+            raise InvalidRequest(
+                f"stop has {len(stop)} entries, the limit is {limits.max_stop}", param="stop"
+            )
+        longest = max(map(len, stop), default=0)
+        if longest > limits.max_stop_chars:
+            raise InvalidRequest(
+                f"stop has an entry of {longest} characters, the limit is {limits.max_stop_chars}",
+                param="stop",
+            )
+        if body.logit_bias is not None and len(body.logit_bias) > limits.max_logit_bias:
+            raise InvalidRequest(
+                f"logit_bias has {len(body.logit_bias)} entries, "
+                f"the limit is {limits.max_logit_bias}",
+                param="logit_bias",
+            )
+        if len(body.stop_token_ids or ()) > limits.max_logit_bias:
+            raise InvalidRequest(
+                f"stop_token_ids has {len(body.stop_token_ids or ())} entries, "
+                f"the limit is {limits.max_logit_bias}",
+                param="stop_token_ids",
+            )
+        self._check_token_ids(body.stop_token_ids or (), "stop_token_ids")
+
+    def _build(
+        self,
+        body: GenerationBody,
+        *,
+        model: str,
+        prompts: tuple[tuple[int, ...], ...],
+        prompt_param: str,
+        max_tokens: int | None,
+        max_tokens_param: str,
+        default_max_tokens: int | None,
+        num_logprobs: int | None,
+        echo: bool = False,
+    ) -> GenerationRequest:
+        n = body.n or 1
+        if len(prompts) * n > self._limits.max_sequences:
+            raise InvalidRequest(
+                f"{len(prompts)} prompts with n {n} make {len(prompts) * n} sequences, "
+                f"the limit is {self._limits.max_sequences}",
+                param="n",
+            )
+        room = self._room(prompts, prompt_param)
+        if max_tokens is None:
+            fitted = room if default_max_tokens is None else min(room, default_max_tokens)
+        elif max_tokens > room:
+            longest = max(map(len, prompts))
+            raise ContextLengthExceeded(
+                f"{max_tokens_param} should be at most {room} (the context has "
+                f"{self._max_model_len()} tokens, the prompt {longest}), got {max_tokens}",
+                param=max_tokens_param,
+            )
+        else:
+            fitted = max_tokens
+        min_tokens = body.min_tokens or 0
+        if min_tokens > fitted:
+            raise InvalidRequest(
+                f"min_tokens should be at most max_tokens ({fitted}), got {min_tokens}",
+                param="min_tokens",
+            )
+        sampling = self._sampling(body, num_logprobs, num_logprobs if echo else None, min_tokens)
+        return GenerationRequest(
+            request_id=secrets.token_hex(16),
+            model=model,
+            prompts=prompts,
+            sampling=sampling,
+            max_tokens=fitted,
+            n=n,
+            stop=_stop_list(body),
+            include_stop=bool(body.include_stop_str_in_output),
+            echo=echo,
+            drop_output=max_tokens == 0,
+            skip_special_tokens=body.skip_special_tokens is not False,
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt or "",
+        )
+
+    def _room(self, prompts: Sequence[Sequence[int]], param: str) -> int:
+        """Output tokens that the longest prompt leaves in the context."""
+        limit = self._max_model_len()
+        for prompt in prompts:
+            if not prompt:
+                raise InvalidRequest(f"{param} must have at least one token", param=param)
+            if len(prompt) >= limit:
+                raise ContextLengthExceeded(
+                    f"the prompt has {len(prompt)} tokens, the context is {limit} tokens "
+                    "for prompt and output together",
+                    param=param,
+                )
+        return limit - max(map(len, prompts))
+
+    def _sampling(
+        self,
+        body: GenerationBody,
+        num_logprobs: int | None,
+        num_prompt_logprobs: int | None,
+        min_tokens: int,
+    ) -> SamplingOptions:
+        return SamplingOptions(
+            temperature=_or(body.temperature, 1.0),
+            top_k=max(0, body.top_k or 0),
+            top_p=_or(body.top_p, 1.0),
+            min_p=_or(body.min_p, 0.0),
+            presence_penalty=_or(body.presence_penalty, 0.0),
+            frequency_penalty=_or(body.frequency_penalty, 0.0),
+            repetition_penalty=_or(body.repetition_penalty, 1.0),
+            logit_bias=self._logit_bias(body.logit_bias or {}),
+            seed=body.seed,
+            num_logprobs=num_logprobs,
+            num_prompt_logprobs=num_prompt_logprobs,
+            min_tokens=min_tokens,
+            ignore_eos=bool(body.ignore_eos),
+            stop_token_ids=tuple(body.stop_token_ids or ()),
+        )
+
+    def _logit_bias(self, raw: Mapping[str, float]) -> dict[int, float]:
+        biases = {}
+        for text, bias in raw.items():
+            if not (text.isascii() and text.isdigit()) or len(text) > 10:
+                raise InvalidRequest(
+                    f"logit_bias keys must be token ids, got {text[:100]!r}", param="logit_bias"
+                )
+            biases[int(text)] = bias
+        self._check_token_ids(list(biases), "logit_bias")
+        return biases
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _stop_list(body: GenerationBody) -> tuple[str, ...]:
+    if body.stop is None:
+        return ()
+    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
+    # An empty string would match everywhere; clients send it to mean none.
+    return tuple(text for text in stop if text)
+
+
+def _template_message(index: int, message: Message) -> dict[str, Any]:
+    """A message as chat templates expect it."""
+    param = f"messages[{index}]"
+    if message.tool_calls:
+        raise Unsupported("tool calls are not supported", param=f"{param}.tool_calls")
+    content = message.content
+    if content is None:
+        if message.role != "assistant":
+            raise InvalidRequest(f"{param}.content is required", param=f"{param}.content")
+        content = ""
+    if not isinstance(content, str):
+        for part_index, part in enumerate(content):
+            if part.type not in ("text", "refusal") or part.text is None:
+                raise Unsupported(
+                    f"content parts of type {part.type[:100]!r} are not supported",
+                    param=f"{param}.content[{part_index}]",
+                )
+        content = "\n".join(part.text or "" for part in content)
+    rendered = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": content,
+    }
+    if message.name is not None:
+        rendered["name"] = message.name
+    return rendered
+
+
+def _refuse_unsupported(body: GenerationBody) -> None:
+    fields = {
+        "structured_outputs": body.structured_outputs,
+        "guided_json": body.guided_json,
+        "guided_regex": body.guided_regex,
+        "guided_choice": body.guided_choice,
+        "guided_grammar": body.guided_grammar,
+        "prompt_logprobs": body.prompt_logprobs,
+    }
+    for name, value in fields.items():
+        if value is not None:
+            raise Unsupported(f"{name} is not supported", param=name)
+    if body.use_beam_search:
+        raise Unsupported("use_beam_search is not supported", param="use_beam_search")
+    if body.response_format is not None and body.response_format.type != "text":
+        raise Unsupported(
+            f"response_format type {body.response_format.type[:100]!r} is not supported, "
+            "only 'text' is",
+            param="response_format",
+        )
+
+
+def _refuse_unsupported_chat(body: ChatCompletionBody) -> None:
+    _refuse_unsupported(body)
+    if body.tools:
+        raise Unsupported("tools are not supported", param="tools")
+    if body.tool_choice not in (None, "none", "auto"):
+        raise Unsupported("tool_choice is not supported", param="tool_choice")
+    if body.functions:
+        raise Unsupported("functions are not supported", param="functions")
+    if body.audio is not None:
+        raise Unsupported("audio is not supported", param="audio")
+    if body.modalities is not None and body.modalities != ["text"]:
+        raise Unsupported("only the modality 'text' is supported", param="modalities")

@@ -1,0 +1,367 @@
+"""The public gRPC edge: `pdserve.v1.Inference`, health and reflection.
+
+Requests become the bodies of the HTTP API and pass through the same validation, so both edges take
+and refuse the same things. Errors carry `pdserve-error-code` and `pdserve-error-param` as trailing
+metadata, and `retry-after` where it helps.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import math
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from protos import inference_pb2
+from proxy.choice import Delta, TextLogprob
+from proxy.errors import InternalError, InvalidRequest, ProxyError, Unsupported
+from proxy.generation import Usage
+from proxy.openai import (
+    ChatCompletionBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeChatBody,
+    TokenizeTextBody,
+    parse_body,
+)
+from proxy.openai_responses import ChoiceResult
+from proxy.request import GenerationRequest, Progress
+from proxy.service import Service
+
+logger = logging.getLogger(__name__)
+
+_SERVICE_NAME = "pdserve.v1.Inference"
+_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+
+Context = grpc.aio.ServicerContext[Any, Any]
+RequestT = TypeVar("RequestT", bound=Message)
+
+
+class RpcServer:
+    """The gRPC listener of a proxy."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._server = grpc.aio.server(
+            options=(
+                ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+                ("grpc.so_reuseport", 0),
+            )
+        )
+        self._health = health.aio.HealthServicer()
+        self._following: asyncio.Task[None] | None = None
+
+    async def start(self) -> int:
+        """Bind and serve; return the port.
+
+        Raises: OSError: the port is taken.
+        """
+        config = self._service.config
+        self._server.add_generic_rpc_handlers((_Inference(self._service).handlers(),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (_SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        try:
+            port = self._server.add_insecure_port(f"{host}:{config.grpc_port}")
+        except RuntimeError as error:
+            raise OSError(f"cannot bind {host}:{config.grpc_port} for gRPC: {error}") from error
+        await self._server.start()
+        self._following = asyncio.create_task(self._follow_readiness())
+        return port
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuse new calls, let running ones finish within the grace, cancel the rest."""
+        if self._following is not None:
+            self._following.cancel()
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_s)
+
+    async def _follow_readiness(self) -> None:
+        """Keep the standard health service in step with /ready."""
+        while True:
+            status = (
+                health_pb2.HealthCheckResponse.SERVING
+                if self._service.is_ready
+                else health_pb2.HealthCheckResponse.NOT_SERVING
+            )
+            for name in ("", _SERVICE_NAME):
+                await self._health.set(name, status)
+            await self._service.pool.wait_for_change(1.0)
+
+
+class _Inference:
+    """The methods of the service."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def handlers(self) -> grpc.GenericRpcHandler:
+        """Handlers that parse requests themselves, so that undecodable bytes get a clear status."""
+        kinds: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            "Generate": self._unary(inference_pb2.GenerateRequest, self._generate),
+            "GenerateStream": self._streaming(
+                inference_pb2.GenerateRequest, self._generate_request, "grpc_generate"
+            ),
+            "Chat": self._unary(inference_pb2.ChatRequest, self._chat),
+            "ChatStream": self._streaming(
+                inference_pb2.ChatRequest, self._chat_request, "grpc_chat"
+            ),
+            "Tokenize": self._unary(inference_pb2.TokenizeRequest, self._tokenize),
+            "Detokenize": self._unary(inference_pb2.DetokenizeRequest, self._detokenize),
+            "Models": self._unary(inference_pb2.ModelsRequest, self._models),
+        }
+        return grpc.method_handlers_generic_handler(_SERVICE_NAME, kinds)
+
+    def _unary(
+        self, kind: type[RequestT], answer: Callable[[RequestT], Awaitable[Message]]
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        async def call(data: bytes, context: Context) -> bytes:
+            try:
+                reply = await answer(self._parse(kind, data))
+            except ProxyError as error:
+                await _abort(context, error)
+            except Exception:  # outermost: the client must get a status
+                logger.exception("defect in a gRPC call")
+                await _abort(context, InternalError("internal error"))
+            return reply.SerializeToString()
+
+        return grpc.unary_unary_rpc_method_handler(call)
+
+    def _streaming(
+        self,
+        kind: type[RequestT],
+        build: Callable[[RequestT], Awaitable[GenerationRequest]],
+        api: str,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        async def call(data: bytes, context: Context) -> AsyncIterator[bytes]:
+            try:
+                request = await build(self._parse(kind, data))
+                async with contextlib.aclosing(self._stream(request, api)) as chunks:
+                    async for chunk in chunks:
+                        yield chunk.SerializeToString()
+            except ProxyError as error:
+                await _abort(context, error)
+            except Exception:  # outermost: the client must get a status
+                logger.exception("defect in a gRPC stream")
+                await _abort(context, InternalError("internal error"))
+
+        return grpc.unary_stream_rpc_method_handler(call)
+
+    def _parse(self, kind: type[RequestT], data: bytes) -> RequestT:
+        limit = self._service.config.limits.max_body_bytes
+        if len(data) > limit:
+            raise InvalidRequest(f"the message has {len(data)} bytes, the limit is {limit}")
+        try:
+            return kind.FromString(data)
+        except DecodeError as error:
+            raise InvalidRequest(f"the message cannot be decoded: {error}") from None
+
+    async def _generate_request(self, request: inference_pb2.GenerateRequest) -> GenerationRequest:
+        body = {"model": request.model, **_options(request.options)}
+        if request.HasField("text"):
+            body["prompt"] = request.text
+        elif request.HasField("token_ids"):
+            body["prompt"] = list(request.token_ids.ids)
+        return await self._service.builder.completion(parse_body(CompletionBody, body))
+
+    async def _chat_request(self, request: inference_pb2.ChatRequest) -> GenerationRequest:
+        body = {**_conversation(request), **_options(request.options)}
+        if body.pop("echo", False):
+            raise Unsupported("echo is for Generate only", param="echo")
+        if "logprobs" in body:
+            body["top_logprobs"] = body["logprobs"]
+            body["logprobs"] = True
+        return await self._service.builder.chat(parse_body(ChatCompletionBody, body))
+
+    async def _generate(self, request: inference_pb2.GenerateRequest) -> Message:
+        return await self._gather(await self._generate_request(request), "grpc_generate")
+
+    async def _chat(self, request: inference_pb2.ChatRequest) -> Message:
+        return await self._gather(await self._chat_request(request), "grpc_chat")
+
+    async def _tokenize(self, request: inference_pb2.TokenizeRequest) -> Message:
+        body: dict[str, Any] = {"model": request.model}
+        if request.HasField("add_special_tokens"):
+            body["add_special_tokens"] = request.add_special_tokens
+        if request.HasField("chat"):
+            body = {**_conversation(request.chat), **body}
+            tokens = await self._service.builder.tokenize(parse_body(TokenizeChatBody, body))
+        else:
+            body["prompt"] = request.text
+            tokens = await self._service.builder.tokenize(parse_body(TokenizeTextBody, body))
+        return inference_pb2.TokenizeResponse(
+            tokens=tokens, count=len(tokens), max_model_len=self._service.max_model_len()
+        )
+
+    async def _detokenize(self, request: inference_pb2.DetokenizeRequest) -> Message:
+        body = parse_body(DetokenizeBody, {"model": request.model, "tokens": list(request.tokens)})
+        self._service.builder.check_model(body.model)
+        return inference_pb2.DetokenizeResponse(text=self._service.builder.detokenize(body.tokens))
+
+    async def _models(self, request: inference_pb2.ModelsRequest) -> Message:
+        return inference_pb2.ModelsResponse(
+            models=[
+                inference_pb2.Model(
+                    id=name,
+                    created=self._service.started_s,
+                    owned_by="pdserve",
+                    max_model_len=self._service.max_model_len(),
+                )
+                for name in self._service.config.served_model_names
+            ]
+        )
+
+    async def _gather(self, request: GenerationRequest, api: str) -> Message:
+        choices = [ChoiceResult(index) for index in range(request.num_sequences)]
+        usage = Usage(prompt_tokens=request.num_prompt_tokens)
+        async with contextlib.aclosing(self._deltas(request, api)) as deltas:
+            async for delta in deltas:
+                choices[delta.index].add(delta)
+                usage.add(delta, request)
+        return inference_pb2.GenerateResponse(
+            id=request.request_id,
+            model=request.model,
+            created=int(time.time()),
+            choices=[
+                _choice(
+                    choice.index,
+                    choice.text,
+                    choice.token_ids,
+                    choice.finish_reason.value if choice.finish_reason else "",
+                    choice.logprobs,
+                )
+                for choice in choices
+            ],
+            usage=_usage(usage),
+        )
+
+    async def _stream(
+        self, request: GenerationRequest, api: str
+    ) -> AsyncGenerator[inference_pb2.GenerateChunk, None]:
+        usage = Usage(prompt_tokens=request.num_prompt_tokens)
+        created = int(time.time())
+        async with contextlib.aclosing(self._deltas(request, api)) as deltas:
+            async for delta in deltas:
+                usage.add(delta, request)
+                finish_reason = delta.finish_reason.value if delta.finish_reason else ""
+                yield inference_pb2.GenerateChunk(
+                    id=request.request_id,
+                    model=request.model,
+                    created=created,
+                    choices=[
+                        _choice(
+                            delta.index, delta.text, delta.token_ids, finish_reason, delta.logprobs
+                        )
+                    ],
+                )
+        yield inference_pb2.GenerateChunk(
+            id=request.request_id, model=request.model, created=created, usage=_usage(usage)
+        )
+
+    async def _deltas(self, request: GenerationRequest, api: str) -> AsyncGenerator[Delta, None]:
+        """Run a request and count how it ended."""
+        progress = Progress()
+        error: BaseException | None = None
+        try:
+            async with self._service.open(request, progress) as deltas:
+                async for delta in deltas:
+                    yield delta
+        except GeneratorExit:
+            error = asyncio.CancelledError()
+            raise
+        except BaseException as failure:
+            error = failure
+            raise
+        finally:
+            self._service.count(api, progress, error)
+
+
+def _conversation(request: inference_pb2.ChatRequest) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "model": request.model,
+        "messages": [
+            {
+                "role": message.role,
+                "content": message.content,
+                **({"name": message.name} if message.name else {}),
+            }
+            for message in request.messages
+        ],
+    }
+    if request.HasField("add_generation_prompt"):
+        body["add_generation_prompt"] = request.add_generation_prompt
+    if request.chat_template_kwargs_json:
+        try:
+            body["chat_template_kwargs"] = json.loads(request.chat_template_kwargs_json)
+        except ValueError as error:
+            raise InvalidRequest(
+                f"chat_template_kwargs_json is not JSON: {error}",
+                param="chat_template_kwargs_json",
+            ) from None
+    return body
+
+
+def _options(options: inference_pb2.GenerationOptions) -> dict[str, Any]:
+    """Options that are set, under their names in the HTTP API (they are the same)."""
+    body: dict[str, Any] = {}
+    for field, value in options.ListFields():
+        if field.name == "logit_bias":
+            body[field.name] = dict(options.logit_bias)
+        elif field.name in ("stop", "stop_token_ids"):
+            body[field.name] = list(value)
+        else:
+            body[field.name] = value
+    return body
+
+
+def _choice(
+    index: int,
+    text: str,
+    token_ids: list[int],
+    finish_reason: str,
+    logprobs: list[TextLogprob] | None,
+) -> inference_pb2.Choice:
+    return inference_pb2.Choice(
+        index=index,
+        text=text,
+        token_ids=token_ids,
+        finish_reason=finish_reason,
+        logprobs=[
+            inference_pb2.PositionLogprobs(
+                sampled=_logprob(entry.token_id, entry.data, entry.logprob or 0.0),
+                top=[_logprob(*top) for top in entry.top],
+            )
+            for entry in logprobs or ()
+        ],
+    )
+
+
+def _logprob(token_id: int, data: bytes, logprob: float) -> inference_pb2.Logprob:
+    token = data.decode(errors="replace")
+    return inference_pb2.Logprob(token=token, token_id=token_id, logprob=logprob, bytes=data)
+
+
+def _usage(usage: Usage) -> inference_pb2.Usage:
+    return inference_pb2.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+    )
+
+
+async def _abort(context: Context, error: ProxyError) -> None:
+    metadata = [("pdserve-error-code", error.code)]
+    if error.param is not None:
+        metadata.append(("pdserve-error-param", error.param))
+    if error.retry_after_s is not None:
+        metadata.append(("retry-after", str(math.ceil(error.retry_after_s))))
+    await context.abort(error.grpc_status, error.message, tuple(metadata))

@@ -1,0 +1,176 @@
+"""The service behind both edges: who may run, with what, and what is left of it afterwards."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+from protos import worker_pb2
+from proxy.admission import Admission
+from proxy.choice import Delta
+from proxy.config import ProxyConfig
+from proxy.errors import ClientDisconnected, ProxyError
+from proxy.generation import Generator
+from proxy.handoff import Handoff
+from proxy.metrics import ProxyMetrics, ProxyState
+from proxy.request import GenerationRequest, Progress
+from proxy.request_builder import RequestBuilder
+from proxy.router import Router
+from proxy.session import WorkerSession
+from proxy.tokenizer import Tokenizer
+from proxy.workers import WorkerPool
+
+_ROLE_NAMES = {worker_pb2.ROLE_PREFILLER: "prefiller", worker_pb2.ROLE_DECODER: "decoder"}
+
+
+class Service:
+    """Everything of one proxy except its listeners."""
+
+    def __init__(self, config: ProxyConfig, tokenizer: Tokenizer) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.started_s = int(time.time())
+        self.metrics = ProxyMetrics(config.served_model_names[0])
+        self.pool = WorkerPool(config, proxy_id=f"proxy-{secrets.token_hex(4)}")
+        self.router = Router()
+        self.admission = Admission(config)
+        self.builder = RequestBuilder(config, tokenizer, self.max_model_len)
+        handoff = Handoff(config, self.pool, self.router, self.metrics)
+        self._generator = Generator(handoff, tokenizer, self.metrics)
+        self.metrics.observe_state(self.state)
+
+    @property
+    def is_ready(self) -> bool:
+        """A decoder is enough: it can prefill too."""
+        return self.pool.has_ready(worker_pb2.ROLE_DECODER)
+
+    def max_model_len(self) -> int:
+        """Context limit in tokens of prompt and output."""
+        limits = (
+            self.config.max_model_len,
+            self.pool.max_model_len or self.tokenizer.context_length,
+        )
+        return min((limit for limit in limits if limit), default=2048)
+
+    @asynccontextmanager
+    async def open(
+        self, request: GenerationRequest, progress: Progress
+    ) -> AsyncIterator[AsyncGenerator[Delta, None]]:
+        """Admit a request and run it; leaving the context cancels what is left of it.
+
+        Raises: Overloaded: not admitted. The iterator raises ProxyError.
+        """
+        loop = asyncio.get_running_loop()
+        arrival_s = loop.time()
+        seed = request.sampling.seed
+        if seed is None:
+            seed = secrets.randbits(63)
+        async with self.admission.admit(request.num_sequences):
+            self.metrics.queue.observe(loop.time() - arrival_s)
+            deltas = self._generator.stream(
+                request,
+                progress,
+                deadline_s=arrival_s + self.config.request_timeout_s,
+                seed=seed,
+            )
+            async with aclosing(deltas):
+                yield deltas
+        self.metrics.e2e.observe(loop.time() - arrival_s)
+
+    def count(self, api: str, progress: Progress, error: BaseException | None) -> None:
+        """Count how a request ended."""
+        if isinstance(error, ClientDisconnected | asyncio.CancelledError):
+            self.metrics.cancelled.inc()
+            self.metrics.disconnects.labels(progress.phase.value).inc()
+            status = "499"
+        elif isinstance(error, ProxyError):
+            status = str(error.status)
+        else:
+            status = "200" if error is None else "500"
+        self.metrics.requests.labels(api, status).inc()
+
+    def state(self) -> ProxyState:
+        """What this proxy holds now."""
+        sessions = self._sessions()
+        links = self.pool.links.values()
+        roles = [s.hello.role for s in sessions if s.hello is not None and s.is_usable]
+        return ProxyState(
+            num_in_flight=self.admission.num_admitted,
+            num_queued=self.admission.num_queued,
+            num_pending_release=sum(session.num_pending_release for session in sessions),
+            num_stale_messages=sum(link.counters.num_stale_messages for link in links),
+            num_session_breaks=sum(link.counters.num_breaks for link in links),
+            num_workers={name: roles.count(role) for role, name in _ROLE_NAMES.items()},
+            stats=[s.stats for s in sessions if s.stats is not None and s.is_usable],
+        )
+
+    def status(self) -> dict[str, Any]:
+        """The state of proxy and workers as JSON, for administrators."""
+        state = self.state()
+        return {
+            "ready": self.is_ready,
+            "models": list(self.config.served_model_names),
+            "max_model_len": self.max_model_len(),
+            "controller_connected": self.pool.has_controller,
+            "membership_generation": self.pool.generation,
+            "in_flight_requests": state.num_in_flight,
+            "queued_requests": state.num_queued,
+            "keys_pending_release": state.num_pending_release,
+            "stale_messages": state.num_stale_messages,
+            "session_breaks": state.num_session_breaks,
+            "workers": [
+                _worker_status(link.session, link.entry, is_draining=link.is_draining)
+                for link in self.pool.links.values()
+            ],
+        }
+
+    def _sessions(self) -> list[WorkerSession]:
+        return [link.session for link in self.pool.links.values()]
+
+
+def _worker_status(
+    session: WorkerSession, entry: worker_pb2.WorkerEntry, *, is_draining: bool
+) -> dict[str, Any]:
+    stats = session.stats or worker_pb2.WorkerStats()
+    return {
+        "engine_id": entry.engine_id,
+        "incarnation": entry.incarnation,
+        "role": _ROLE_NAMES.get(entry.role, "unknown"),
+        "address": entry.address,
+        "pid": entry.pid,
+        "connected": session.is_usable,
+        "draining": is_draining,
+        "active": session.num_active,
+        "pending_release": session.num_pending_release,
+        "running": stats.num_running,
+        "waiting": stats.num_waiting,
+        "blocks": stats.num_blocks,
+        "free_blocks": stats.num_free_blocks,
+        "held_blocks": stats.num_held_blocks,
+        "quarantined_blocks": stats.num_quarantined_blocks,
+        "leases": stats.num_leases,
+        "computed_tokens": stats.num_computed_tokens,
+        "generated_tokens": stats.num_generated_tokens,
+        "prompt_tokens": stats.num_prompt_tokens,
+        "preemptions": stats.num_preemptions,
+        "prefix_cache_queries": stats.prefix_cache_queries,
+        "prefix_cache_hits": stats.prefix_cache_hits,
+        "stale_messages": stats.num_stale_messages,
+        "expired_leases": stats.num_expired_leases,
+        "pending_tokens": stats.num_pending_tokens,
+        "failures": dict(stats.failures),
+        "transfers": [
+            {
+                "peer": peer.peer_engine_id,
+                "transport": peer.transport,
+                "transfers": peer.num_transfers,
+                "blocks": peer.num_blocks,
+                "bytes": peer.num_bytes,
+                "failures": peer.num_failures,
+                "busy_s": peer.busy_s,
+            }
+            for peer in stats.transfers
+        ],
+    }
