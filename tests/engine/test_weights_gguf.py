@@ -1,0 +1,289 @@
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+from gguf import quants
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaForCausalLM
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+from engine.errors import UnsupportedModel, WeightsError
+from engine.layers.layer import named_weights
+from engine.models import build_model
+from engine.weights import load_model_config, load_weights
+from engine.weights.gguf import SUPPORTED, dequantize, halves_from_pairs
+from engine.weights.gguf_file import GGUFTensor, read_gguf
+from kernels.ops import Ops, select_ops
+from tests.engine.tiny import (
+    PoisonedCache,
+    hf_logits,
+    load,
+    logits_by_steps,
+    random_token_ids,
+    tiny_hf_llama,
+)
+from tests.oracle import hf_smollm2, packaged_model_path
+
+HF_TO_GGUF = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
+
+
+def pairs_from_halves(rows: np.ndarray, num_heads: int) -> np.ndarray:
+    """What the converter does to q and k, written independently of the loader."""
+    head_dim = rows.shape[0] // num_heads
+    order = [
+        head * head_dim + half * (head_dim // 2) + i
+        for head in range(num_heads)
+        for i in range(head_dim // 2)
+        for half in range(2)
+    ]
+    return rows[order]
+
+
+@contextmanager
+def gguf_writer(path: Path, arch: str = "llama") -> Iterator[gguf.GGUFWriter]:
+    writer = gguf.GGUFWriter(path, arch)
+    yield writer
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def write_metadata(writer: gguf.GGUFWriter, hf: LlamaForCausalLM) -> None:
+    config = hf.config
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_token_list(["a", "b", "c"])
+    writer.add_token_scores([0.0, 1.0, 2.0])
+    writer.add_eos_token_id(2)
+    writer.add_bos_token_id(1)
+
+
+def write_tensors(writer: gguf.GGUFWriter, hf: LlamaForCausalLM, quantization: Type) -> None:
+    """Store the weights, and put what was stored into `hf`, so that both models have the same."""
+    heads = {"q_proj": hf.config.num_attention_heads, "k_proj": hf.config.num_key_value_heads}
+    for name, parameter in hf.named_parameters():
+        values = parameter.detach().numpy()
+        stored = quantization if values.ndim == 2 else Type.F32
+        data = quants.quantize(values, stored)
+        parameter.data.copy_(torch.from_numpy(quants.dequantize(data, stored)))
+        for projection, num_heads in heads.items():
+            if projection in name:
+                data = pairs_from_halves(data, num_heads)
+        target = HF_TO_GGUF.get_name(name, try_suffixes=(".weight", ".bias"))
+        writer.add_tensor(target, data, raw_dtype=stored)
+
+
+def tiny_gguf(path: Path, quantization: Type = Type.F32, **options: Any) -> LlamaForCausalLM:
+    hf = tiny_hf_llama(**options)
+    with gguf_writer(path) as writer:
+        write_metadata(writer, hf)
+        write_tensors(writer, hf, quantization)
+    return hf
+
+
+def assert_same_logits(path: Path, hf: LlamaForCausalLM, ops: Ops) -> None:
+    model = load(path, ops)
+    token_ids = random_token_ids(40, 0)
+    cache = PoisonedCache(model, num_blocks=8, block_size=8)
+    (logits,) = logits_by_steps(model, cache, [token_ids], lambda _, left: left)
+    torch.testing.assert_close(logits, hf_logits(hf, token_ids), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [Type.F32, Type.F16, Type.BF16, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0],
+    ids=lambda quantization: quantization.name,
+)
+def test_a_model_stored_in_any_type_gives_the_logits_of_transformers(
+    quantization: Type, ops: Ops, tmp_path: Path
+) -> None:
+    hf = tiny_gguf(tmp_path / "tiny.gguf", quantization)
+    assert_same_logits(tmp_path / "tiny.gguf", hf, ops)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tie_word_embeddings": True},
+        {"num_key_value_heads": 1},
+        {"attention_bias": True, "mlp_bias": True},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 100000.0}},
+    ],
+    ids=["tied", "mqa", "biases", "theta"],
+)
+def test_what_the_file_holds_decides_the_architecture(
+    options: dict[str, Any], ops: Ops, tmp_path: Path
+) -> None:
+    hf = tiny_gguf(tmp_path / "tiny.gguf", **options)
+    config = load_model_config(tmp_path / "tiny.gguf")
+    assert config.tie_word_embeddings == hf.config.tie_word_embeddings
+    assert config.attention_bias == hf.config.attention_bias
+    assert config.mlp_bias == hf.config.mlp_bias
+    assert (config.eos_token_ids, config.bos_token_id) == ({2}, 1)
+    assert_same_logits(tmp_path / "tiny.gguf", hf, ops)
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}
+
+
+@pytest.mark.parametrize("rope", [LLAMA3, YARN, LINEAR], ids=["llama3", "yarn", "linear"])
+def test_scaled_rope_is_read_from_the_metadata_or_the_frequency_table(
+    rope: dict[str, Any], ops: Ops, tmp_path: Path
+) -> None:
+    hf = tiny_hf_llama(rope_parameters=rope)
+    plain = tiny_hf_llama(rope_parameters={"rope_type": "default", "rope_theta": 500.0})
+    path = tmp_path / "tiny.gguf"
+    with gguf_writer(path) as writer:
+        write_metadata(writer, hf)
+        write_tensors(writer, hf, Type.F32)
+        if rope is LLAMA3:
+            divisors = plain.model.rotary_emb.inv_freq / hf.model.rotary_emb.inv_freq
+            writer.add_tensor("rope_freqs.weight", divisors.numpy().astype(np.float32))
+        else:
+            writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+            writer.add_rope_scaling_factor(rope["factor"])
+            writer.add_rope_scaling_orig_ctx_len(64)
+    assert_same_logits(path, hf, ops)
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+@pytest.mark.parametrize("num_rows", [1, 3, 600])
+def test_dequantisation_is_that_of_the_gguf_package(name: str, num_rows: int) -> None:
+    quantization = Type[name]
+    _, block_bytes = gguf.GGML_QUANT_SIZES[quantization]
+    # Bytes below 64 keep the scales, which are float16, finite.
+    rng = np.random.default_rng(0)
+    data = rng.integers(0, 64, (num_rows, 8 * block_bytes), np.uint8)
+    expected = quants.dequantize(data, quantization)
+    tensor = GGUFTensor("weight", expected.shape, quantization, data.reshape(-1))
+    np.testing.assert_array_equal(dequantize(tensor), expected)
+
+
+@given(st.integers(1, 5), st.integers(1, 8), st.integers(1, 3))
+def test_unpermuting_undoes_the_converters_order(heads: int, half: int, columns: int) -> None:
+    rows = np.arange(heads * 2 * half * columns, dtype=np.float32).reshape(-1, columns)
+    permuted = pairs_from_halves(rows, heads)
+    np.testing.assert_array_equal(halves_from_pairs(permuted, 2 * half), rows)
+
+
+def test_the_packaged_model_is_what_transformers_own_loader_makes_of_it() -> None:
+    path = packaged_model_path()
+    config = load_model_config(path)
+    model = build_model(config, select_ops("reference"))
+    weights = named_weights(model)
+    start = time.monotonic()
+    load_weights(path, model)
+    load_s = time.monotonic() - start
+
+    expected = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=hf_smollm2())
+    read = expected["config"]
+    assert config.rope.theta == read["rope_theta"]
+    assert config.rms_norm_eps == read["rms_norm_eps"]
+    assert config.max_position_embeddings == read["max_position_embeddings"]
+    assert config.head_dim == read["head_dim"]
+    assert config.eos_token_ids == {read["eos_token_id"]}
+    assert config.tie_word_embeddings == read["tie_word_embeddings"]
+    assert weights.keys() == expected["tensors"].keys()
+    for name, tensor in weights.items():
+        assert torch.equal(tensor, expected["tensors"][name]), name
+    assert load_s < 10, "it takes under one second on a quiet machine"
+
+
+def test_another_architecture_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mamba.gguf"
+    with gguf_writer(path, "mamba") as writer:
+        writer.add_tensor("token_embd.weight", np.zeros((4, 4), np.float32))
+    with pytest.raises(UnsupportedModel, match=r"'mamba' .*supported: .*llama"):
+        load_model_config(path)
+
+
+def test_another_quantisation_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    hf = tiny_hf_llama()
+    with gguf_writer(path) as writer:
+        write_metadata(writer, hf)
+        data = np.zeros((96, 64 // 32 * 18), np.uint8)
+        writer.add_tensor("token_embd.weight", data, raw_dtype=Type.IQ4_NL)
+    with pytest.raises(UnsupportedModel, match=r"token_embd.weight .* is IQ4_NL, supported: F32"):
+        load(path, select_ops("reference"))
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    hf = tiny_hf_llama()
+    with gguf_writer(path) as writer:
+        write_metadata(writer, hf)
+        writer.add_tensor("token_embd.weight", np.zeros((96, 64), np.float32))
+    with pytest.raises(WeightsError, match=r"missing: .*norm\.weight \[64\]"):
+        load(path, select_ops("reference"))
+
+
+def test_an_unknown_tensor_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    hf = tiny_hf_llama()
+    with gguf_writer(path) as writer:
+        write_metadata(writer, hf)
+        write_tensors(writer, hf, Type.F32)
+        writer.add_tensor("blk.0.ffn_gate_exps.weight", np.zeros((2, 4), np.float32))
+    with pytest.raises(WeightsError, match=r"blk\.0\.ffn_gate_exps"):
+        load(path, select_ops("reference"))
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    tiny_gguf(path)
+    return path.read_bytes()
+
+
+@settings(max_examples=60, deadline=None)
+@given(keep=st.floats(0, 1, exclude_max=True))
+def test_a_file_cut_anywhere_is_an_error_of_ours(
+    intact: bytes, tmp_path_factory: pytest.TempPathFactory, keep: float
+) -> None:
+    path = tmp_path_factory.mktemp("cut") / "cut.gguf"
+    path.write_bytes(intact[: int(len(intact) * keep)])
+    with pytest.raises(WeightsError):
+        load(path, select_ops("reference"))
+
+
+@settings(max_examples=200, deadline=None)
+@given(position=st.integers(0, 1500), value=st.integers(0, 255))
+def test_a_damaged_header_is_an_error_of_ours_or_harmless(
+    intact: bytes, tmp_path_factory: pytest.TempPathFactory, position: int, value: int
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "damaged.gguf"
+    path.write_bytes(intact[:position] + bytes([value]) + intact[position + 1 :])
+    try:
+        read_gguf(path)
+    except WeightsError:
+        return

@@ -1,0 +1,122 @@
+"""Tiny random models, equal in transformers and here; and requests on a poisoned cache."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from engine.batch import BatchBuilder
+from engine.models import CausalLM, build_model
+from engine.request import Request, SamplingParams
+from engine.scheduler import ScheduledRequest
+from engine.weights import load_model_config, load_weights
+from kernels.ops import Ops
+
+VOCAB_SIZE = 96
+
+
+def tiny_hf_llama(seed: int = 0, **options: Any) -> LlamaForCausalLM:
+    """Two layers, 64 wide; every parameter random, so that none goes unnoticed."""
+    defaults = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    model = LlamaForCausalLM(LlamaConfig(**(defaults | options))).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.2 * noise if "norm" in name else 0.15 * noise)
+    return model
+
+
+def load(path: Path, ops: Ops) -> CausalLM:
+    """The model in a folder or file, ready to run."""
+    model = build_model(load_model_config(path), ops)
+    load_weights(path, model)
+    return model
+
+
+def from_hf(hf: LlamaForCausalLM, folder: Path, ops: Ops) -> CausalLM:
+    """The same model here, by way of its files."""
+    hf.save_pretrained(folder)
+    return load(folder, ops)
+
+
+@torch.inference_mode()
+def hf_logits(hf: LlamaForCausalLM, token_ids: Sequence[int]) -> Tensor:
+    """[T, V]: logits at every token."""
+    logits: Tensor = hf(torch.tensor([token_ids]), use_cache=False).logits[0]
+    return logits
+
+
+def random_token_ids(count: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCAB_SIZE, (count,), generator=generator).tolist()
+
+
+def make_request(token_ids: Sequence[int], **sampling: Any) -> Request:
+    return Request(
+        request_id=f"request-{token_ids[0]}-{len(token_ids)}",
+        attempt=0,
+        token_ids=list(token_ids),
+        num_prompt_tokens=len(token_ids),
+        sampling=SamplingParams(**sampling),
+    )
+
+
+class PoisonedCache:
+    """KV caches full of NaN, whose blocks are dealt out in random order."""
+
+    def __init__(self, model: CausalLM, num_blocks: int, block_size: int, seed: int = 0) -> None:
+        config = model.config
+        shape = (num_blocks, config.num_kv_heads, block_size, config.head_dim)
+        self.block_size = block_size
+        self.k_caches = [torch.full(shape, torch.nan) for _ in range(config.num_layers)]
+        self.v_caches = [torch.full(shape, torch.nan) for _ in range(config.num_layers)]
+        generator = torch.Generator().manual_seed(seed)
+        self._free = torch.randperm(num_blocks, generator=generator).tolist()
+
+    def allocate(self, request: Request) -> None:
+        """Give the request blocks for all its tokens."""
+        count = -(-request.num_tokens // self.block_size) - len(request.block_ids)
+        request.block_ids += [self._free.pop() for _ in range(count)]
+
+
+@torch.inference_mode()
+def logits_by_steps(
+    model: CausalLM,
+    cache: PoisonedCache,
+    sequences: Sequence[Sequence[int]],
+    take: Callable[[int, int], int],
+) -> list[Tensor]:
+    """Logits at every token; each step computes `take(sequence, tokens left)` of each sequence."""
+    builder = BatchBuilder(cache.k_caches, cache.v_caches, cache.block_size)
+    requests = [make_request(token_ids) for token_ids in sequences]
+    rows: list[list[Tensor]] = [[] for _ in sequences]
+    for request in requests:
+        cache.allocate(request)
+    while True:
+        chosen = []
+        for i, request in enumerate(requests):
+            left = request.num_tokens - request.num_computed_tokens
+            if left and (count := min(left, take(i, left))):
+                chosen.append((i, ScheduledRequest(request, count)))
+        if not chosen:
+            return [torch.cat(parts) for parts in rows]
+        batch = builder.build([entry for _, entry in chosen])
+        logits = model.logits(model(batch.input_ids, batch.positions, batch.kv))
+        parts = logits.split([entry.num_tokens for _, entry in chosen])
+        for (i, entry), part in zip(chosen, parts, strict=True):
+            rows[i].append(part)
+            entry.request.num_computed_tokens += entry.num_tokens
