@@ -19,7 +19,7 @@ MASK = (1 << 64) - 1
 
 
 def block_checksum(memory: KVMemory, layer_idx: int, block_id: int, target_index: int) -> int:
-    """Checksum of both parts of one block of one layer, as the target_index-th block of a transfer."""
+    """Checksum of both parts of one block of one layer, block target_index of a transfer."""
     total = 0
     for part_idx in (0, 1):
         region = memory.regions[2 * layer_idx + part_idx]

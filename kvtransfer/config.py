@@ -10,7 +10,7 @@ MIB = 1024 * 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVTransferConfig:
-    """Settings of one process; writer and reader may differ in all but what the handshake checks."""
+    """Settings of one process; writer and reader may differ, the handshake finds what both have."""
 
     transport: Literal["auto", "memory", "mooncake"] = "auto"
     """auto: the first of auto_order that both ends can load and that reaches the peer."""

@@ -1,0 +1,99 @@
+"""What both ends of a KVLink agree on: credentials, channel options, events and results."""
+
+import hmac
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from protos import worker_pb2
+
+RequestKey = tuple[str, int]
+"""(request_id, attempt)."""
+
+TOKEN_METADATA = "x-pdserve-token"
+
+# NOTE: a dead process closes its sockets, which breaks the link at once. Pings are only for a host
+# that vanished. They are slow on purpose: a writer that was merely paused must not be taken for
+# dead, its next write could land in a block that was given away.
+LINK_OPTIONS: Sequence[tuple[str, int]] = (
+    ("grpc.keepalive_time_ms", 15_000),
+    ("grpc.keepalive_timeout_ms", 15_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+)
+"""For the channel of a writer and for the server that a reader's KVLink runs in."""
+
+
+class BlockCopy(NamedTuple):
+    """Copy a block of the writer to block number target_index of those the reader reserved."""
+
+    source_block_id: int
+    target_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class TransferResult:
+    """How a transfer ended for the writer."""
+
+    key: RequestKey
+    ok: bool
+    error: str
+    """Empty if ok."""
+    num_bytes: int
+    """Counted by the transport."""
+    num_blocks: int
+    """Target blocks of which every layer was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVArrived:
+    """All blocks are in place and check; the writer never touches them again."""
+
+    key: RequestKey
+
+
+@dataclass(frozen=True, slots=True)
+class KVFailed:
+    """The blocks will not arrive. Unless quiet, they must not be reused before KVQuiet follows."""
+
+    key: RequestKey
+    reason: str
+    quiet: bool
+
+
+@dataclass(frozen=True, slots=True)
+class KVQuiet:
+    """Nobody writes into the blocks of this key any more."""
+
+    key: RequestKey
+
+
+ReceiveEvent = KVArrived | KVFailed | KVQuiet
+
+
+def key_to_proto(key: RequestKey) -> worker_pb2.RequestKey:
+    """The key on the wire."""
+    return worker_pb2.RequestKey(request_id=key[0], attempt=key[1])
+
+
+def key_from_proto(message: worker_pb2.RequestKey) -> RequestKey:
+    """Read what key_to_proto wrote."""
+    return message.request_id, message.attempt
+
+
+def token_metadata(token: str) -> tuple[tuple[str, str], ...]:
+    """Metadata that a client sends with each call; empty if the cluster has no token."""
+    return ((TOKEN_METADATA, token),) if token else ()
+
+
+def is_authorized(metadata: Iterable[tuple[str, str | bytes]], token: str) -> bool:
+    """Whether a call carries the token, compared in constant time.
+
+    Anything goes if there is none.
+    """
+    if not token:
+        return True
+    given = next((value for name, value in metadata if name == TOKEN_METADATA), "")
+    given_bytes = given.encode() if isinstance(given, str) else given
+    return hmac.compare_digest(given_bytes, token.encode())

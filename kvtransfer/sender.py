@@ -1,0 +1,151 @@
+"""The writer's side of KV transfer: one per prefiller process, one link per reader."""
+
+import threading
+import time
+from collections.abc import Callable
+
+from kvtransfer.config import KVTransferConfig
+from kvtransfer.link import RequestKey, TransferResult
+from kvtransfer.registration import KVMemory
+from kvtransfer.transfer import Transfer
+from kvtransfer.transports.loading import LoadedTransports, load_transports
+from kvtransfer.writer_link import Backoff, PeerKey, PeerStats, WriterIdentity, WriterLink
+from protos import worker_pb2
+
+BACKOFF_MEMORY_S = 60.0
+JOIN_TIMEOUT_S = 5.0
+
+
+class Sender:
+    """Writes blocks of `memory` into blocks that readers reserved. Thread-safe."""
+
+    def __init__(
+        self,
+        memory: KVMemory,
+        *,
+        engine_id: str,
+        incarnation: int,
+        config: KVTransferConfig,
+        token: str,
+        transports: LoadedTransports | None = None,
+    ):
+        """Load the transports of the config, unless given, and register `memory` with them.
+
+        Raises: TransportUnavailable: none can be loaded; says why for each.
+        """
+        self._config = config
+        self._memory = memory
+        self._transports = transports or load_transports(config, memory)
+        self._writer = WriterIdentity(
+            engine_id=engine_id,
+            incarnation=incarnation,
+            token=token,
+            memory=memory,
+            transports=self._transports,
+            config=config,
+        )
+        self._lock = threading.Lock()
+        self._links: dict[PeerKey, WriterLink] = {}
+        self._backoffs: dict[PeerKey, Backoff] = {}
+        self._stats: dict[str, PeerStats] = {}
+        self._num_stale = 0
+        self._is_closed = False
+
+    def begin(
+        self,
+        key: RequestKey,
+        target: worker_pb2.KVTarget,
+        on_done: Callable[[TransferResult], None],
+    ) -> Transfer:
+        """Open or reuse the link to the target's reader and ask it for a grant; return at once.
+
+        on_done is called exactly once, from the thread of the link, when neither source nor target
+        will be touched again because of this transfer; at the latest progress_timeout_s after the
+        last progress. It must be cheap and must not raise. Where the transport cannot take back
+        what it was given (Mooncake, when the reader hangs), source blocks may still be read after a
+        failure; the reader's blocks stay in quarantine until that is over.
+        Raises: ValueError: a transfer with this key is under way. RuntimeError: the sender was
+        closed.
+        """
+        peer = PeerKey(target.engine_id, target.incarnation, target.link_address)
+        transfer = Transfer(
+            key, target, self._memory.layout, self._config, on_done, lambda: self._wake(peer)
+        )
+        while not self._link(peer).add(transfer):
+            pass
+        return transfer
+
+    def connect(self, target: worker_pb2.KVTarget) -> None:
+        """Open the link to a reader ahead of the first transfer; return at once."""
+        self._link(PeerKey(target.engine_id, target.incarnation, target.link_address))
+
+    def close(self) -> None:
+        """Fail what is under way and end all threads.
+
+        Idempotent; blocks for at most a few seconds.
+        """
+        with self._lock:
+            self._is_closed = True
+            links = list(self._links.values())
+            self._links.clear()
+        for link in links:
+            link.close()
+        for link in links:
+            link.join(JOIN_TIMEOUT_S)
+        self._transports.close()
+
+    def stats(self) -> list[worker_pb2.TransferPeerStats]:
+        """Counters per reader since the start."""
+        with self._lock:
+            return [
+                worker_pb2.TransferPeerStats(
+                    peer_engine_id=engine_id,
+                    transport=stats.transport,
+                    num_transfers=stats.num_transfers,
+                    num_blocks=stats.num_blocks,
+                    num_bytes=stats.num_bytes,
+                    num_failures=stats.num_failures,
+                    busy_s=stats.busy_s,
+                )
+                for engine_id, stats in self._stats.items()
+            ]
+
+    @property
+    def num_stale(self) -> int:
+        """Messages of readers about transfers that were over."""
+        with self._lock:
+            return self._num_stale + sum(link.num_stale for link in self._links.values())
+
+    @property
+    def transport_names(self) -> list[str]:
+        """What is loaded here, best first."""
+        return self._transports.names
+
+    def _wake(self, peer: PeerKey) -> None:
+        with self._lock:
+            link = self._links.get(peer)
+        if link is not None:
+            link.wake()
+
+    def _link(self, peer: PeerKey) -> WriterLink:
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError("the sender was closed")
+            for key in [key for key, link in self._links.items() if link.is_broken]:
+                self._num_stale += self._links.pop(key).num_stale
+            link = self._links.get(peer)
+            if link is None:
+                self._forget_old_backoffs()
+                link = self._links[peer] = WriterLink(
+                    peer,
+                    self._writer,
+                    self._stats.setdefault(peer.engine_id, PeerStats()),
+                    self._backoffs.setdefault(peer, Backoff()),
+                )
+            return link
+
+    def _forget_old_backoffs(self) -> None:
+        oldest_s = time.monotonic() - BACKOFF_MEMORY_S
+        for key, backoff in list(self._backoffs.items()):
+            if backoff.num_failures and backoff.not_before_s < oldest_s:
+                del self._backoffs[key]

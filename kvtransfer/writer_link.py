@@ -1,0 +1,452 @@
+"""The writer's end of a KVLink: one reader, one stream, one thread that writes, and the transfers
+that go there.
+
+    wait out the backoff -> open the stream, say hello -> connect the transport -> serve transfers
+    -> broken: fail what is left
+
+A link serves one incarnation of one reader and is replaced by a new one when it breaks.
+"""
+
+import enum
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import grpc
+
+from kvtransfer.checksum import block_checksum
+from kvtransfer.config import KVTransferConfig
+from kvtransfer.errors import KVTransferError, TransferError, TransportUnavailable
+from kvtransfer.link import (
+    LINK_OPTIONS,
+    BlockCopy,
+    RequestKey,
+    key_from_proto,
+    key_to_proto,
+    token_metadata,
+)
+from kvtransfer.registration import KVMemory, RegisteredRegion
+from kvtransfer.reshard import ReshardPlan, plan_transfer
+from kvtransfer.transfer import Push, Transfer
+from kvtransfer.transports.base import Connection, Segment
+from kvtransfer.transports.loading import LoadedTransports
+from protos import worker_pb2, worker_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerKey:
+    """One run of one reader."""
+
+    engine_id: str
+    incarnation: int
+    address: str
+
+
+@dataclass(slots=True)
+class PeerStats:
+    """Counters for one reader, over all links to it."""
+
+    transport: str = ""
+    num_transfers: int = 0
+    num_blocks: int = 0
+    num_bytes: int = 0
+    num_failures: int = 0
+    busy_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Backoff:
+    """Probation of one reader: when it may be tried again."""
+
+    num_failures: int = 0
+    not_before_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class WriterIdentity:
+    """Who writes, from which memory, with what; the same for every link of a process."""
+
+    engine_id: str
+    incarnation: int
+    token: str
+    memory: KVMemory
+    transports: LoadedTransports
+    config: KVTransferConfig
+
+
+@dataclass(frozen=True, slots=True)
+class _Ending:
+    """An EndWrite that waits until the transport has let go of the target."""
+
+    key: RequestKey
+    error: str
+    not_before_s: float
+
+
+class _Phase(enum.Enum):
+    OPENING = "opening"
+    SERVING = "serving"
+    BROKEN = "broken"
+
+
+class WriterLink:
+    """See the module's docstring. add, wake and close may be called from any thread."""
+
+    def __init__(self, key: PeerKey, writer: WriterIdentity, stats: PeerStats, backoff: Backoff):
+        self.key = key
+        self.num_stale = 0
+        """Messages of the reader about transfers that this link does not know (any more)."""
+        self._writer = writer
+        self._config = writer.config
+        self._stats = stats
+        self._backoff = backoff
+        self._condition = threading.Condition()
+        self._phase = _Phase.OPENING
+        self._broken_reason = ""
+        self._transfers: dict[RequestKey, Transfer] = {}
+        self._endings: list[_Ending] = []
+        self._hello: worker_pb2.ReaderHello | None = None
+        self._outgoing: queue.SimpleQueue[worker_pb2.WriterMessage | None] = queue.SimpleQueue()
+        self._connection: Connection | None = None
+        self._regions: tuple[RegisteredRegion, ...] = ()
+        self._plan: tuple[tuple[tuple[BlockCopy, ...], RequestKey], ReshardPlan] | None = None
+        self._thread = threading.Thread(
+            target=self._run, name=f"kv-link-{key.engine_id}", daemon=True
+        )
+        self._thread.start()
+
+    def add(self, transfer: Transfer) -> bool:
+        """Take over a transfer and its on_done; False if this link is broken and a new one is
+        needed.
+
+        Raises: ValueError: a transfer with this key is under way.
+        """
+        with self._condition:
+            if self._phase is _Phase.BROKEN:
+                return False
+            if transfer.key in self._transfers:
+                raise ValueError(f"{transfer.key} is being transferred already")
+            self._transfers[transfer.key] = transfer
+            if self._phase is _Phase.SERVING:
+                self._begin(transfer)
+            self._condition.notify_all()
+        return True
+
+    def wake(self) -> None:
+        """Something about a transfer changed."""
+        with self._condition:
+            self._condition.notify_all()
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether this link takes no more transfers."""
+        return self._phase is _Phase.BROKEN
+
+    def close(self) -> None:
+        """Break the link and end its thread; transfers fail. Returns at once, see join."""
+        self._break("the sender was closed")
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the thread to end."""
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        names = self._writer.transports.names
+        try:
+            self._wait_until(lambda: False, self._backoff.not_before_s)
+            with grpc.insecure_channel(self.key.address, options=list(LINK_OPTIONS)) as channel:
+                while not self._open(channel, names):
+                    pass
+                self._serve()
+        except KVTransferError as error:
+            self._break(str(error))
+        except Exception:
+            logger.exception("link to %s failed", self.key)
+            self._break("internal error in the link")
+        finally:
+            self._shut()
+
+    def _open(self, channel: grpc.Channel, names: list[str]) -> bool:
+        """Shake hands and connect.
+
+        False: the transport did not work out; it left `names` and another may.
+        """
+        deadline_s = time.monotonic() + self._config.connect_timeout_s
+        self._hello = None
+        outgoing: queue.SimpleQueue[worker_pb2.WriterMessage | None] = queue.SimpleQueue()
+        self._outgoing = outgoing
+        call = worker_pb2_grpc.KVLinkStub(channel).Link(
+            _drain(outgoing), metadata=token_metadata(self._writer.token)
+        )
+        reader = threading.Thread(
+            target=self._read, args=(call, outgoing), name="kv-link-read", daemon=True
+        )
+        reader.start()
+        try:
+            self._say_hello(names)
+            self._wait_until(lambda: self._hello is not None, deadline_s)
+            hello = self._check_hello()
+            transport = self._writer.transports.named(hello.endpoint.transport)
+            try:
+                self._connection = transport.connect(hello.endpoint, deadline_s)
+            except TransportUnavailable as error:
+                names.remove(transport.name)
+                if not names:
+                    raise
+                logger.warning(
+                    "%s to %s: %s; next: %s", transport.name, self.key.engine_id, error, names
+                )
+                return False
+        finally:
+            if self._connection is None:
+                self._outgoing = queue.SimpleQueue()
+                outgoing.put(None)
+                call.cancel()
+        logger.info("KV link to %s uses %s", self.key.engine_id, transport.name)
+        with self._condition:
+            self._stats.transport = transport.name
+            self._backoff.num_failures = 0
+            if self._phase is _Phase.OPENING:
+                self._phase = _Phase.SERVING
+                for transfer in self._transfers.values():
+                    self._begin(transfer)
+        return True
+
+    def _say_hello(self, names: list[str]) -> None:
+        writer = self._writer
+        hello = worker_pb2.WriterHello(
+            engine_id=writer.engine_id,
+            incarnation=writer.incarnation,
+            layouts=[writer.memory.layout.to_proto()],
+            transports=names,
+            host_id=writer.transports.host_id,
+        )
+        self._outgoing.put(worker_pb2.WriterMessage(hello=hello))
+
+    def _check_hello(self) -> worker_pb2.ReaderHello:
+        hello = self._hello
+        if hello is None:
+            raise TransferError(
+                f"no answer from {self.key.address} in {self._config.connect_timeout_s} s"
+            )
+        if (hello.engine_id, hello.incarnation) != (self.key.engine_id, self.key.incarnation):
+            raise TransferError(
+                f"{self.key.address} is {hello.engine_id}/{hello.incarnation}, the blocks were "
+                f"reserved by {self.key.engine_id}/{self.key.incarnation}"
+            )
+        self._regions = tuple(RegisteredRegion.from_proto(r) for r in hello.endpoint.regions)
+        if len(self._regions) != len(self._writer.memory.regions):
+            raise TransferError(f"{self.key.engine_id} announced {len(self._regions)} regions")
+        return hello
+
+    def _read(
+        self,
+        call: "grpc._CallIterator[worker_pb2.ReaderMessage]",
+        outgoing: "queue.SimpleQueue[worker_pb2.WriterMessage | None]",
+    ) -> None:
+        """Receive until the stream ends; the body of the second thread of a link."""
+        reason = "the reader closed the link"
+        try:
+            for message in call:
+                self._receive(message)
+        except grpc.RpcError:
+            reason = f"link broken: {call.code()} {call.details()}"
+        if self._outgoing is outgoing:
+            self._break(reason)
+
+    def _receive(self, message: worker_pb2.ReaderMessage) -> None:
+        with self._condition:
+            if message.HasField("hello"):
+                self._hello = message.hello
+                if message.hello.refused:
+                    self._break(f"{self.key.engine_id} refused the link: {message.hello.refused}")
+            else:
+                answer = message.grant if message.HasField("grant") else message.abort
+                transfer = self._transfers.get(key_from_proto(answer.key))
+                if transfer is None:
+                    self.num_stale += 1
+                elif message.HasField("abort"):
+                    transfer.fail("the reader gave up")
+                elif message.grant.granted:
+                    transfer.grant()
+                else:
+                    transfer.is_begun = False
+                    transfer.fail(f"the reader refused: {message.grant.reason}")
+            self._condition.notify_all()
+
+    def _begin(self, transfer: Transfer) -> None:
+        transfer.is_begun = True
+        begin = worker_pb2.BeginWrite(key=key_to_proto(transfer.key))
+        self._outgoing.put(worker_pb2.WriterMessage(begin=begin))
+
+    def _serve(self) -> None:
+        connection = self._connection
+        assert connection is not None, "opened"
+        try:
+            while self._phase is _Phase.SERVING:
+                self._send_due_endings(connection)
+                is_idle = True
+                for transfer in list(self._transfers.values()):
+                    is_idle = not self._advance(transfer, connection) and is_idle
+                if is_idle:
+                    self._wait_for_work()
+        finally:
+            connection.close()
+
+    def _advance(self, transfer: Transfer, connection: Connection) -> bool:
+        """Do the next thing for a transfer; False if there is nothing to do."""
+        if error := transfer.find_error():
+            self._end(transfer, error)
+        elif batch := transfer.take_batch():
+            self._write(transfer, batch, connection)
+        elif transfer.is_complete():
+            self._end(transfer, transfer.missing_blocks())
+        else:
+            return False
+        return True
+
+    def _write(self, transfer: Transfer, batch: list[Push], connection: Connection) -> None:
+        start_s = time.monotonic()
+        before = connection.num_bytes
+        try:
+            segments = [s for push in batch for s in self._segments(transfer, *push)]
+            checksums = self._checksums(batch)
+            connection.write(segments, start_s + self._config.progress_timeout_s)
+            transfer.record_batch(batch, checksums, connection.num_bytes - before)
+        except (TransferError, ValueError) as error:
+            # NOTE: bytes of a failed write may sit in socket buffers: the reader hears of the end
+            # only when they cannot land any more.
+            not_before_s = time.monotonic() + self._config.quarantine_grace_s
+            transfer.fail(str(error))
+            self._end(transfer, str(error), not_before_s)
+        finally:
+            self._stats.busy_s += time.monotonic() - start_s
+            self._stats.num_bytes += connection.num_bytes - before
+
+    def _segments(
+        self, transfer: Transfer, layer_idx: int, copies: tuple[BlockCopy, ...]
+    ) -> Iterator[Segment]:
+        # The layers of a chunk push the same blocks, one after the other.
+        if self._plan is None or self._plan[0] != (copies, transfer.key):
+            layout = self._writer.memory.layout
+            plan = plan_transfer(
+                layout,
+                layout,
+                [copy.source_block_id for copy in copies],
+                [transfer.target_block_ids[copy.target_index] for copy in copies],
+            )
+            self._plan = ((copies, transfer.key), plan)
+        for part_idx, moves in enumerate(self._plan[1].moves):
+            source = self._writer.memory.regions[2 * layer_idx + part_idx]
+            target = self._regions[2 * layer_idx + part_idx]
+            for source_offset, target_offset, num_bytes in moves:
+                if max(source_offset - source.num_bytes, target_offset - target.num_bytes) >= 0:
+                    raise TransferError(f"block out of range in a push of layer {layer_idx}")
+                yield Segment(
+                    source.base_address + source_offset,
+                    target.base_address + target_offset,
+                    num_bytes,
+                )
+
+    def _checksums(self, batch: list[Push]) -> Sequence[int]:
+        if self._config.checksum == "off":
+            return [0] * sum(len(copies) for _, copies in batch)
+        memory = self._writer.memory
+        return [
+            block_checksum(memory, layer_idx, copy.source_block_id, copy.target_index)
+            for layer_idx, copies in batch
+            for copy in copies
+        ]
+
+    def _end(self, transfer: Transfer, error: str, not_before_s: float = 0.0) -> None:
+        """Conclude a transfer and tell the reader, at not_before_s or later if that is set."""
+        with self._condition:
+            self._transfers.pop(transfer.key, None)
+        if error:
+            self._stats.num_failures += 1
+            if transfer.is_begun and not_before_s:
+                self._endings.append(_Ending(transfer.key, error, not_before_s))
+            elif transfer.is_begun:
+                self._send_end(transfer.key, error, ())
+        else:
+            self._stats.num_transfers += 1
+            self._stats.num_blocks += len(transfer.target_block_ids)
+            checksums = () if self._config.checksum == "off" else transfer.layer_checksums()
+            self._send_end(transfer.key, "", checksums)
+        transfer.conclude(error)
+
+    def _send_due_endings(self, connection: Connection) -> None:
+        if not self._endings or connection.num_unsettled():
+            return
+        now = time.monotonic()
+        for ending in [ending for ending in self._endings if ending.not_before_s <= now]:
+            self._endings.remove(ending)
+            self._send_end(ending.key, ending.error, ())
+
+    def _send_end(self, key: RequestKey, error: str, checksums: Sequence[int]) -> None:
+        end = worker_pb2.EndWrite(
+            key=key_to_proto(key), complete=not error, checksums=checksums, error=error
+        )
+        self._outgoing.put(worker_pb2.WriterMessage(end=end))
+
+    def _wait_for_work(self) -> None:
+        with self._condition:
+            now = time.monotonic()
+            deadline_s = now + (0.02 if self._endings else 1.0)
+            for transfer in self._transfers.values():
+                deadline_s = min(deadline_s, transfer.deadline_s())
+            is_ready = any(transfer.is_ready() for transfer in self._transfers.values())
+            if self._phase is _Phase.SERVING and not is_ready:
+                self._condition.wait(max(deadline_s - now, 0.001))
+
+    def _wait_until(self, is_met: Callable[[], bool], deadline_s: float) -> None:
+        """Wait while no transfer can be served, ending those that are aborted or out of time.
+
+        Raises: TransferError: the link was broken meanwhile.
+        """
+        while True:
+            with self._condition:
+                if self._phase is _Phase.BROKEN:
+                    raise TransferError(self._broken_reason)
+                remaining_s = deadline_s - time.monotonic()
+                if is_met() or remaining_s <= 0:
+                    return
+                self._condition.wait(min(remaining_s, 0.05))
+                transfers = list(self._transfers.values())
+            for transfer in transfers:
+                if error := transfer.find_error():
+                    self._end(transfer, error)
+
+    def _break(self, reason: str) -> None:
+        with self._condition:
+            if self._phase is not _Phase.BROKEN:
+                self._phase = _Phase.BROKEN
+                self._broken_reason = reason
+                self._backoff.num_failures += 1
+                pause_s = self._config.backoff_initial_s * 2 ** min(self._backoff.num_failures, 16)
+                self._backoff.not_before_s = time.monotonic() + min(
+                    pause_s, self._config.backoff_max_s
+                )
+            self._condition.notify_all()
+
+    def _shut(self) -> None:
+        self._break("link closed")
+        self._outgoing.put(None)
+        with self._condition:
+            transfers = list(self._transfers.values())
+            self._transfers.clear()
+        for transfer in transfers:
+            self._stats.num_failures += 1
+            transfer.conclude(transfer.find_error() or self._broken_reason)
+
+
+def _drain(
+    outgoing: "queue.SimpleQueue[worker_pb2.WriterMessage | None]",
+) -> Iterator[worker_pb2.WriterMessage]:
+    while (message := outgoing.get()) is not None:
+        yield message
