@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 _SERVICE_NAME = "pdserve.v1.Inference"
 _MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 
-Context = grpc.aio.ServicerContext[Any, Any]
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 RequestT = TypeVar("RequestT", bound=Message)
 
 
@@ -105,7 +105,7 @@ class _Inference:
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """Handlers that parse requests themselves, so that undecodable bytes get a clear status."""
-        kinds: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+        kinds: "dict[str, grpc.RpcMethodHandler[Any, Any]]" = {
             "Generate": self._unary(inference_pb2.GenerateRequest, self._generate),
             "GenerateStream": self._streaming(
                 inference_pb2.GenerateRequest, self._generate_request, "grpc_generate"
@@ -122,7 +122,7 @@ class _Inference:
 
     def _unary(
         self, kind: type[RequestT], answer: Callable[[RequestT], Awaitable[Message]]
-    ) -> grpc.RpcMethodHandler[Any, Any]:
+    ) -> "grpc.RpcMethodHandler[Any, Any]":
         async def call(data: bytes, context: Context) -> bytes:
             try:
                 reply = await answer(self._parse(kind, data))
@@ -140,7 +140,7 @@ class _Inference:
         kind: type[RequestT],
         build: Callable[[RequestT], Awaitable[GenerationRequest]],
         api: str,
-    ) -> grpc.RpcMethodHandler[Any, Any]:
+    ) -> "grpc.RpcMethodHandler[Any, Any]":
         async def call(data: bytes, context: Context) -> AsyncIterator[bytes]:
             try:
                 request = await build(self._parse(kind, data))

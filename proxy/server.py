@@ -16,7 +16,7 @@ from proxy.app import create_app
 from proxy.config import ProxyConfig
 from proxy.rpc import RpcServer
 from proxy.service import Service
-from proxy.tokenizer import load_tokenizer
+from proxy.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -35,9 +35,9 @@ class _HttpServer(uvicorn.Server):
 class ProxyServer:
     """Both listeners over one Service; `run` until `stop`."""
 
-    def __init__(self, config: ProxyConfig) -> None:
+    def __init__(self, config: ProxyConfig, tokenizer: Tokenizer) -> None:
         self._config = config
-        self.service = Service(config, load_tokenizer(Path(config.model_path)))
+        self.service = Service(config, tokenizer)
         self._socket = _listen(config)
         self._rpc = RpcServer(self.service)
         self._stopping = asyncio.Event()
@@ -95,7 +95,7 @@ class ProxyServer:
 
 async def serve(config: ProxyConfig, ports_file: Path | None) -> None:
     """Run a proxy until SIGTERM or SIGINT."""
-    server = ProxyServer(config)
+    server = ProxyServer(config, load_tokenizer(Path(config.model_path)))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stop)
