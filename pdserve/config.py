@@ -1,0 +1,235 @@
+"""What a user may say about a service, composed from the rooms' own configurations.
+
+pdserve.yaml, --set -> config_file.load_config -> ServiceConfig -> resolve -> ServiceConfig
+                                                                              |-> worker_configs
+                                                                              |-> proxy_config
+"""
+
+import ipaddress
+import os
+from dataclasses import asdict, dataclass, field, replace
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le, Len
+
+from decoder.config import DecoderConfig
+from engine.worker.config import WorkerConfig
+from kvtransfer.config import KVTransferConfig
+from pdserve.errors import ConfigError
+from pdserve.models import default_served_name
+from pdserve.units import format_bytes
+from prefiller.config import PrefillerConfig
+from proxy.config import ProxyConfig
+
+DERIVED = {
+    "proxy.host": "host",
+    "proxy.http_port": "http_port",
+    "proxy.grpc_port": "grpc_port",
+    "proxy.model_path": "model",
+    "proxy.served_model_names": "served_model_name",
+    "proxy.max_model_len": "max_model_len",
+    "proxy.controller_address": "",
+    "proxy.cluster_token": "",
+    "transfer.transport": "transport",
+    "transfer.host": "host",
+}
+"""Fields of the rooms that a user states elsewhere (where) or not at all (empty)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RayConfig:
+    """Where the workers run."""
+
+    address: Annotated[str, Len(1)] = "local"
+    """local: an own Ray on this machine; auto: the cluster it belongs to; or host:port."""
+    object_store_bytes: Annotated[int, Ge(80 << 20)] = 100 << 20
+    """Ray's object store, with address local. Requests and KV never use it."""
+    npus_per_worker: Annotated[int, Ge(0)] = 0
+    """NPU resources that each worker asks Ray for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServiceConfig:
+    """One service. Every field may stand in pdserve.yaml."""
+
+    service: Annotated[str, Len(1, 40)] = "pdserve"
+    """Name of the service on this machine, for `down`, `status` and `scale`."""
+    model: Annotated[str, Len(1)] = "smollm2-135m-instruct"
+    """Packaged model, Hugging Face folder, .gguf file or hub id."""
+    served_model_name: Annotated[str, Len(1)] | None = None
+    """What clients call it; None takes the model's own name."""
+    host: Annotated[str, Len(1)] = "127.0.0.1"
+    """Address of the HTTP and gRPC APIs."""
+    http_port: Annotated[int, Ge(0), Le(65535)] = 8000
+    """Port of the OpenAI API; 0 picks a free one."""
+    grpc_port: Annotated[int, Ge(0), Le(65535)] = 8001
+    """Port of the gRPC API; 0 picks a free one."""
+    insecure: bool = False
+    """Allow a host that other machines reach although there are no API keys."""
+    block_size: Annotated[int, Ge(1), Le(1024)] = 32
+    """Tokens per KV block."""
+    max_model_len: Annotated[int, Ge(2)] | None = None
+    """Context limit in tokens; None takes the model's."""
+    ops: Literal["auto", "reference", "cpu", "npu"] = "auto"
+    """Backend of the device operations."""
+    transport: Literal["auto", "memory", "mooncake"] = "auto"
+    """How KV travels from prefiller to decoder."""
+    lease_s: Annotated[float, Gt(0)] = 4.0
+    """A request that its proxy does not renew for so long is aborted by the workers."""
+    prefiller: PrefillerConfig = field(default_factory=PrefillerConfig)
+    """The prefill role."""
+    decoder: DecoderConfig = field(default_factory=DecoderConfig)
+    """The decode role."""
+    proxy: ProxyConfig
+    """The proxy; fields in DERIVED come from above."""
+    transfer: KVTransferConfig = field(default_factory=KVTransferConfig)
+    """The KV transfer; fields in DERIVED come from above."""
+    ray: RayConfig = field(default_factory=RayConfig)
+    """Placement."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether everything runs on this machine, on loopback."""
+        return self.ray.address == "local"
+
+    @property
+    def public_name(self) -> str:
+        """What clients call the model."""
+        return self.served_model_name or default_served_name(self.model)
+
+
+def check(config: ServiceConfig) -> None:
+    """Refuse what no single field shows.
+
+    Raises: ConfigError: with every problem.
+    """
+    problems = [
+        *_check_addresses(config),
+        *_check_cache(config),
+        *_check_times(config),
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def resolve(config: ServiceConfig, num_cores: int | None = None) -> ServiceConfig:
+    """Fill in what was left open: names, threads."""
+    cores = num_cores or len(os.sched_getaffinity(0))
+    workers = config.prefiller.replicas + config.decoder.replicas
+    num_threads = max(1, cores // workers)
+    prefiller = replace(config.prefiller, num_threads=config.prefiller.num_threads or num_threads)
+    decoder = replace(config.decoder, num_threads=config.decoder.num_threads or num_threads)
+    return replace(
+        config, served_model_name=config.public_name, prefiller=prefiller, decoder=decoder
+    )
+
+
+def proxy_config(
+    config: ServiceConfig, *, model_path: str, controller_address: str, token: str
+) -> ProxyConfig:
+    """What the proxy process is told."""
+    return replace(
+        config.proxy,
+        model_path=model_path,
+        served_model_names=(config.public_name,),
+        controller_address=controller_address,
+        cluster_token=token,
+    )
+
+
+def worker_configs(
+    config: ServiceConfig, *, model_path: str, token: str
+) -> tuple[WorkerConfig, WorkerConfig]:
+    """What a prefiller and a decoder are told; engine_id and host are filled in at their start."""
+
+    def common(role: PrefillerConfig | DecoderConfig, num_batched: int) -> dict[str, Any]:
+        return {
+            "engine_id": "",
+            "model_path": model_path,
+            "model_name": config.public_name,
+            "cluster_token": token,
+            "block_size": config.block_size,
+            "kv_cache_bytes": role.kv_cache_bytes,
+            "num_blocks": role.num_blocks,
+            "max_model_len": config.max_model_len,
+            "max_num_seqs": role.max_num_seqs,
+            "max_num_batched_tokens": num_batched,
+            "max_num_waiting": role.max_num_waiting,
+            "num_threads": role.num_threads or 1,
+            "ops_backend": config.ops,
+            "lease_s": config.lease_s,
+            "transfer": config.transfer,
+        }
+
+    prefiller, decoder = config.prefiller, config.decoder
+    return (
+        WorkerConfig(**common(prefiller, prefiller.max_num_batched_tokens)),
+        WorkerConfig(
+            **common(decoder, decoder.max_num_seqs + decoder.max_prefill_tokens),
+            max_prefill_tokens=decoder.max_prefill_tokens,
+        ),
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _check_addresses(config: ServiceConfig) -> list[str]:
+    problems = []
+    if config.http_port == config.grpc_port != 0:
+        problems.append(f"http_port and grpc_port are both {config.http_port}: they must differ")
+    if not is_loopback(config.host) and not config.insecure:
+        problems.append(
+            f"host is {config.host}, which other machines may reach, and there are no API keys: "
+            "use 127.0.0.1, or pass --insecure"
+        )
+    return problems
+
+
+def _check_cache(config: ServiceConfig) -> list[str]:
+    problems = []
+    roles: dict[str, PrefillerConfig | DecoderConfig] = {
+        "prefiller": config.prefiller,
+        "decoder": config.decoder,
+    }
+    for name, role in roles.items():
+        num_tokens = (role.num_blocks or 0) * config.block_size
+        if role.num_blocks and config.max_model_len and num_tokens < config.max_model_len:
+            problems.append(
+                f"{name}.num_blocks is {role.num_blocks}, which holds {num_tokens} tokens: "
+                f"max_model_len {config.max_model_len} needs at least "
+                f"{-(-config.max_model_len // config.block_size)} blocks"
+            )
+    total_bytes = sum(role.kv_cache_bytes * role.replicas for role in roles.values())
+    machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if config.is_local and total_bytes > machine_bytes:
+        problems.append(
+            f"the KV caches (kv_cache_bytes times replicas) take {format_bytes(total_bytes)}, "
+            f"this machine has {format_bytes(machine_bytes)}"
+        )
+    return problems
+
+
+def _check_times(config: ServiceConfig) -> list[str]:
+    renew_s = config.proxy.lease_renew_s
+    if 2 * renew_s > config.lease_s:
+        return [
+            f"proxy.lease_renew_s is {renew_s}: a lease of {config.lease_s} s (lease_s) must "
+            f"survive one lost renewal, so at most {config.lease_s / 2}"
+        ]
+    return []
+
+
+def user_values(config: ServiceConfig) -> dict[str, Any]:
+    """Everything a pdserve.yaml may say, as plain values; loading them gives an equal config."""
+    values = asdict(config)
+    for path in DERIVED:
+        section, name = path.split(".")
+        del values[section][name]
+    values["transfer"]["auto_order"] = list(values["transfer"]["auto_order"])
+    return values

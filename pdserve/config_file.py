@@ -1,0 +1,187 @@
+"""pdserve.yaml and `--set key=value` to a checked ServiceConfig; every error names the key."""
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from pdserve.config import DERIVED, ServiceConfig, check
+from pdserve.errors import ConfigError
+from pdserve.units import parse_bytes, parse_seconds
+
+Values = dict[str, Any]
+
+_ADAPTER = TypeAdapter(ServiceConfig)
+
+
+def load_config(path: Path | None, overrides: Sequence[str] = ()) -> ServiceConfig:
+    """Read a file (None: all defaults), apply `a.b=value` overrides, check everything.
+
+    Raises: ConfigError: with every problem found.
+    """
+    values = _read(path) if path else {}
+    for override in overrides:
+        _apply(values, override)
+    return parse_config(values)
+
+
+def parse_config(values: Mapping[str, Any]) -> ServiceConfig:
+    """Check plain values, as YAML gives them.
+
+    Raises: ConfigError: with every problem found.
+    """
+    problems = list(_unknown_keys(values, ServiceConfig, ""))
+    if problems:
+        raise ConfigError(problems)
+    converted = _convert_units(dict(values))
+    complete = _fill_derived(converted)
+    try:
+        config = _ADAPTER.validate_json(json.dumps(complete, default=str), strict=True)
+    except ValidationError as error:
+        details = (_describe(detail) for detail in error.errors())
+        raise ConfigError(list(dict.fromkeys(details))) from None
+    check(config)
+    return config
+
+
+def _read(path: Path) -> Values:
+    try:
+        values = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError([f"{path}: no such file"]) from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError([f"{path}: {error}"]) from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError([f"{path}: expected `key: value` lines, got {type(values).__name__}"])
+    return values
+
+
+def _apply(values: Values, override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise ConfigError([f"--set {override}: expected key=value, such as decoder.replicas=2"])
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        value = text
+    *sections, name = key.split(".")
+    for section in sections:
+        inner = values.setdefault(section, {})
+        if not isinstance(inner, dict):
+            raise ConfigError([f"--set {override}: {section} is no section"])
+        values = inner
+    values[name] = value
+
+
+def _unknown_keys(values: Mapping[str, Any], section: type, path: str) -> Iterator[str]:
+    types = get_type_hints(section)
+    known = [field.name for field in fields(section) if f"{path}{field.name}" not in DERIVED]
+    for key, value in values.items():
+        full = f"{path}{key}"
+        if DERIVED.get(full):
+            yield f"{full}: state it once, as `{DERIVED[full]}`"
+        elif key not in known:
+            yield f"{full}: unknown key{_suggest(str(key), path, known)}"
+        elif is_dataclass(types[key]) and isinstance(value, Mapping):
+            yield from _unknown_keys(value, types[key], f"{full}.")
+
+
+def _suggest(key: str, path: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    if near:
+        return f"; did you mean `{path}{near[0]}`?"
+    by_name = {full.rpartition(".")[2]: full for full in all_keys()}
+    elsewhere = difflib.get_close_matches(key, by_name, n=1, cutoff=0.75)
+    if elsewhere:
+        return f"; did you mean `{by_name[elsewhere[0]]}`?"
+    return f"; known: {', '.join(known)}"
+
+
+def all_keys(section: type = ServiceConfig, path: str = "") -> list[str]:
+    """Every key that a user may set, dotted."""
+    keys: list[str] = []
+    for name, kind in get_type_hints(section).items():
+        full = f"{path}{name}"
+        if full in DERIVED:
+            continue
+        keys += (
+            all_keys(kind, f"{full}.") if isinstance(kind, type) and is_dataclass(kind) else [full]
+        )
+    return keys
+
+
+def _convert_units(values: Values) -> Values:
+    """Turn "1GiB" into bytes and "2s" into seconds, where the key's name ends with the unit."""
+    converted: Values = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            value = _convert_units(value)
+        elif isinstance(value, str) and key.endswith(("_bytes", "_s")):
+            parse = parse_bytes if key.endswith("_bytes") else parse_seconds
+            # A text that is no quantity stays: the type check names the key and what is allowed.
+            with suppress(ValueError):
+                value = parse(value)
+        converted[key] = value
+    return converted
+
+
+def _fill_derived(values: Values) -> Values:
+    """Repeat what the user said once wherever a room needs it."""
+    host = values.get("host", "127.0.0.1")
+    proxy: Values = {
+        "host": host,
+        "http_port": values.get("http_port", 8000),
+        "grpc_port": values.get("grpc_port", 8001),
+        "max_model_len": values.get("max_model_len") or 0,
+        "model_path": "",
+        "served_model_names": [],
+        "controller_address": "",
+    }
+    transfer: Values = {"transport": values.get("transport", "auto")}
+    sections = {
+        section: {} if values.get(section) is None else values[section]
+        for section in ("proxy", "transfer", "prefiller", "decoder", "ray")
+    }
+    for name, derived in (("proxy", proxy), ("transfer", transfer)):
+        if isinstance(sections[name], dict):
+            sections[name] = sections[name] | derived
+    return values | sections
+
+
+def _describe(detail: ErrorDetails) -> str:
+    path = ".".join(str(part) for part in detail["loc"])
+    path = DERIVED.get(path, path)
+    kind, context = detail["type"], detail.get("ctx", {})
+    allowed = {
+        "greater_than_equal": "at least {ge}",
+        "greater_than": "more than {gt}",
+        "less_than_equal": "at most {le}",
+        "less_than": "less than {lt}",
+        "literal_error": "one of {expected}",
+        "int_type": "a whole number",
+        "int_from_float": "a whole number",
+        "float_type": "a number",
+        "bool_type": "true or false",
+        "string_type": "text (quote it)",
+        "tuple_type": "a list",
+        "dataclass_type": "a section of `key: value` lines",
+        "string_too_short": "not empty",
+        "too_short": "not empty",
+        "too_long": "at most {max_length} characters",
+        "string_too_long": "at most {max_length} characters",
+    }
+    expected = allowed.get(kind, detail["msg"]).format_map(context)
+    if kind.endswith("_type") and path.endswith("_bytes"):
+        expected = "a size such as 512MiB"
+    if kind.endswith("_type") and path.endswith("_s"):
+        expected = "a duration such as 500ms, 2s or 5m"
+    return f"{path}: {json.dumps(detail['input'], default=str)} is not allowed: {expected}"

@@ -1,0 +1,39 @@
+"""What can go wrong at the command line; each is printed as one message, without a traceback.
+
+PdserveError
+├── ConfigError        pdserve.yaml or --set; carries every problem found
+├── ModelNotFound      `model` names nothing that can be loaded
+├── ServiceExists      a service of that name already runs
+├── ServiceNotRunning  nothing runs under that name
+└── StartFailed        a port is taken, a worker or the proxy could not start
+"""
+
+from collections.abc import Sequence
+
+
+class PdserveError(Exception):
+    """Base of what the command line reports."""
+
+
+class ConfigError(PdserveError):
+    """The configuration is wrong; `problems` has one line each."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = tuple(problems)
+
+
+class ModelNotFound(PdserveError):
+    """The model cannot be found."""
+
+
+class ServiceExists(PdserveError):
+    """The service runs already."""
+
+
+class ServiceNotRunning(PdserveError):
+    """The service does not run."""
+
+
+class StartFailed(PdserveError):
+    """The service could not start."""

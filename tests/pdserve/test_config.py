@@ -1,0 +1,141 @@
+"""pdserve.yaml: what is accepted, what is refused and how the refusal reads."""
+
+from pathlib import Path
+
+import pytest
+
+from pdserve.config import (
+    ServiceConfig,
+    is_loopback,
+    proxy_config,
+    resolve,
+    user_values,
+    worker_configs,
+)
+from pdserve.config_file import load_config, parse_config
+from pdserve.errors import ConfigError
+
+
+def load(*overrides: str) -> ServiceConfig:
+    return load_config(None, overrides)
+
+
+def test_defaults_are_valid_and_serve_the_packaged_model_on_loopback() -> None:
+    config = load()
+    assert config.model == "smollm2-135m-instruct"
+    assert (config.host, config.http_port, config.grpc_port) == ("127.0.0.1", 8000, 8001)
+    assert (config.prefiller.replicas, config.decoder.replicas) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("modl=x", "modl: unknown key; did you mean `model`?"),
+        (
+            "decoder.replica=2",
+            "decoder.replica: unknown key; did you mean `decoder.replicas`?",
+        ),
+        ("kv_cache_byte=1", "kv_cache_byte: unknown key; did you mean `decoder.kv_cache_bytes`?"),
+        ("proxy.host=1", "proxy.host: state it once, as `host`"),
+        ("transfer.transport=memory", "transfer.transport: state it once, as `transport`"),
+        ("prefiller.replicas=-1", "prefiller.replicas: -1 is not allowed: at least 0"),
+        ("decoder.replicas=two", 'decoder.replicas: "two" is not allowed: a whole number'),
+        ("decoder.replicas=true", "decoder.replicas: true is not allowed: a whole number"),
+        ("http_port=99999", "http_port: 99999 is not allowed: at most 65535"),
+        ("insecure=1", "insecure: 1 is not allowed: true or false"),
+        ("decoder=3", "decoder: 3 is not allowed: a section of `key: value` lines"),
+        (
+            "transport=tcp",
+            "transport: \"tcp\" is not allowed: one of 'auto', 'memory' or 'mooncake'",
+        ),
+        (
+            "decoder.kv_cache_bytes=1Gx",
+            'decoder.kv_cache_bytes: "1Gx" is not allowed: a size such as 512MiB',
+        ),
+        ("lease_s=soon", 'lease_s: "soon" is not allowed: a duration such as 500ms, 2s or 5m'),
+        ("grpc_port=8000", "http_port and grpc_port are both 8000: they must differ"),
+        ("decoder.replicas", "--set decoder.replicas: expected key=value"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_its_key_and_what_is_allowed(
+    override: str, problem: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(override)
+    assert problem in str(caught.value)
+
+
+def test_every_problem_is_reported_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load("http_port=-1", "decoder.max_num_seqs=0")
+    assert len(caught.value.problems) == 2
+
+
+def test_a_host_that_others_reach_needs_insecure() -> None:
+    with pytest.raises(ConfigError, match="--insecure"):
+        load("host=0.0.0.0")
+    assert load("host=0.0.0.0", "insecure=true").host == "0.0.0.0"
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("h1", False)],
+)
+def test_loopback_is_told_from_the_rest(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected
+
+
+def test_too_few_blocks_for_the_context_are_refused_with_the_number_needed() -> None:
+    with pytest.raises(ConfigError, match="needs at least 4 blocks"):
+        load("decoder.num_blocks=2", "max_model_len=100")
+
+
+def test_caches_larger_than_the_machine_are_refused() -> None:
+    with pytest.raises(ConfigError, match="this machine has"):
+        load("decoder.kv_cache_bytes=100TiB")
+
+
+def test_a_lease_must_survive_one_lost_renewal() -> None:
+    with pytest.raises(ConfigError, match=r"at most 0\.5"):
+        load("lease_s=1s")
+
+
+def test_sizes_and_durations_are_read_with_their_units() -> None:
+    config = load(
+        "decoder.kv_cache_bytes=1.5GiB", "proxy.queue_timeout_s=500ms", "proxy.request_timeout_s=5m"
+    )
+    assert config.decoder.kv_cache_bytes == 3 << 29
+    assert config.proxy.queue_timeout_s == 0.5
+    assert config.proxy.request_timeout_s == 300.0
+
+
+def test_a_file_is_read_and_overridden_and_what_is_printed_can_be_read_again(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "pdserve.yaml"
+    path.write_text("model: /models/x\ndecoder:\n  replicas: 3\nproxy:\nmax_model_len: 512\n")
+    config = load_config(path, ["decoder.max_num_seqs=8"])
+    assert (config.decoder.replicas, config.decoder.max_num_seqs) == (3, 8)
+    assert config.proxy.max_model_len == 512
+    resolved = resolve(config, num_cores=8)
+    assert parse_config(user_values(resolved)) == resolved
+    assert resolved.decoder.num_threads == 2
+
+
+@pytest.mark.parametrize("text", ["- a\n", "a: [", "just text"])
+def test_a_file_that_is_no_mapping_is_refused_with_its_name(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"x\.yaml"):
+        load_config(path)
+
+
+def test_what_is_stated_once_reaches_every_process() -> None:
+    config = resolve(load("transport=mooncake", "block_size=16", "served_model_name=m"), 2)
+    prefiller, decoder = worker_configs(config, model_path="/m", token="t")
+    for worker in (prefiller, decoder):
+        assert worker.transfer.transport == "mooncake"
+        assert (worker.block_size, worker.model_name, worker.cluster_token) == (16, "m", "t")
+    assert decoder.max_num_batched_tokens == 128
+    proxy = proxy_config(config, model_path="/m", controller_address="a:1", token="t")
+    assert (proxy.served_model_names, proxy.cluster_token) == (("m",), "t")
