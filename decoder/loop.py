@@ -346,5 +346,5 @@ class DecodeLoop:
             self._blocks,
             num_leases=len(self._leases),
             num_pending=len(self._pending),
-            transfers=self._receiver.stats(),
+            transfers=self._receiver.stats().transfers,
         )

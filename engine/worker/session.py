@@ -34,11 +34,11 @@ class Outbox:
     def send(self, messages: Sequence[tuple[int, worker_pb2.WorkerMessage]]) -> None:
         """Queue (session, message) pairs in order; any thread. A closed session's are dropped."""
         if messages:
-            self._call(lambda: [self._put(session_id, message) for session_id, message in messages])
+            self._call(lambda: self._put_all(messages))
 
     def broadcast(self, message: worker_pb2.WorkerMessage) -> None:
         """Queue a message for every session; any thread."""
-        self._call(lambda: [self._put(session_id, message) for session_id in list(self._queues)])
+        self._call(lambda: self._put_all([(session_id, message) for session_id in self._queues]))
 
     def _call(self, function: Callable[[], object]) -> None:
         try:
@@ -55,6 +55,10 @@ class Outbox:
     def close(self, session_id: int) -> None:
         """Forget a session's queue; gRPC loop only."""
         self._queues.pop(session_id, None)
+
+    def _put_all(self, messages: Sequence[tuple[int, worker_pb2.WorkerMessage]]) -> None:
+        for session_id, message in messages:
+            self._put(session_id, message)
 
     def _put(self, session_id: int, message: worker_pb2.WorkerMessage) -> None:
         queue = self._queues.get(session_id)
