@@ -98,6 +98,19 @@ def test_blocks_are_not_found_before_they_are_computed():
     assert len(manager.match_prefix(list(range(9)), "")) == 2
 
 
+def test_blocks_that_fill_while_decoding_are_chained_to_the_prompts_blocks():
+    manager = BlockManager(8, 4)
+    request = make_request(list(range(5)))
+    compute(manager, request)
+    for token_id in range(5, 13):
+        request.token_ids.append(token_id)
+        assert manager.allocate(request, request.num_tokens)
+        request.num_computed_tokens = request.num_tokens
+        manager.register_computed(request)
+    assert manager.match_prefix(list(range(13)), "") == request.block_ids[:3]
+    assert request.block_hashes == hash_blocks(range(13), 4, "")
+
+
 def test_another_salt_does_not_share():
     manager = BlockManager(8, 4)
     compute(manager, make_request(list(range(9)), "a", salt="x"))
