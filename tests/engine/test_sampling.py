@@ -111,7 +111,7 @@ def all_params(vocab_size: int) -> st.SearchStrategy[dict]:
 
 
 def assert_is_reference(chosen: int, logits: np.ndarray, request: Request) -> None:
-    """The reference's token, or its neighbour where the number is on their border within rounding."""
+    """The reference's token, or its neighbour where the number is on their border."""
     wanted = reference_sample(logits, request)
     if chosen == wanted:
         return
