@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.integration.service import Service, wait_until
 
@@ -58,8 +59,12 @@ def greedy(prompt: list[int], max_tokens: int) -> dict[str, Any]:
     }
 
 
-async def _stream_text(client: httpx.AsyncClient, body: dict[str, Any]) -> str:
+async def _stream_text(
+    client: httpx.AsyncClient, body: dict[str, Any], begun: asyncio.Event | None = None
+) -> str:
+    """The whole text of one stream; sets `begun` at its third piece."""
     text = ""
+    num_pieces = 0
     body = {**body, "stream": True, "stream_options": {"include_usage": True}}
     done = False
     async with client.stream("POST", "/v1/completions", json=body) as reply:
@@ -74,10 +79,23 @@ async def _stream_text(client: httpx.AsyncClient, body: dict[str, Any]) -> str:
             assert "error" not in event, event
             if event["choices"]:
                 text += event["choices"][0]["text"]
+                num_pieces += 1
+                if begun is not None and num_pieces == 3:
+                    begun.set()
             else:
                 assert event["usage"]["completion_tokens"] == body["max_tokens"]
     assert done, "the stream ended without [DONE]"
     return text
+
+
+def _counter(service: Service, name: str, **labels: str) -> float:
+    """Sum of a counter's samples whose labels include `labels`."""
+    total = 0.0
+    for family in text_string_to_metric_families(httpx.get(f"{service.url}/metrics").text):
+        for sample in family.samples:
+            if sample.name == name and labels.items() <= sample.labels.items():
+                total += sample.value
+    return total
 
 
 def _client(service: Service) -> httpx.AsyncClient:
@@ -137,11 +155,14 @@ async def test_killing_a_decoder_moves_its_streams_without_a_changed_token(
     bodies = [greedy(prompt_of(200, 500 + seed), 150) for seed in range(12)]
     async with _client(service) as client:
         expected = list(await asyncio.gather(*(_stream_text(client, body) for body in bodies)))
-        tasks = [asyncio.create_task(_stream_text(client, body)) for body in bodies]
-        await asyncio.sleep(0.3)
+        migrated = _counter(service, "pdserve_migrations_total", result="success")
+        begun = asyncio.Event()
+        tasks = [asyncio.create_task(_stream_text(client, body, begun)) for body in bodies]
+        await asyncio.wait_for(begun.wait(), 20)
         victim = max(service.of_role("decoder"), key=lambda w: w.stats().num_running)
         await asyncio.to_thread(victim.kill)
         assert list(await asyncio.gather(*tasks)) == expected
+        assert _counter(service, "pdserve_migrations_total", result="success") > migrated
 
 
 async def test_the_last_decoders_death_is_one_error_event(service: Service) -> None:
