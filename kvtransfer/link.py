@@ -13,16 +13,14 @@ RequestKey = tuple[str, int]
 TOKEN_METADATA = "x-pdserve-token"
 
 # NOTE: a dead process closes its sockets, which breaks the link at once. Pings are only for a host
-# that vanished. They are slow on purpose: a writer that was merely paused must not be taken for
-# dead, its next write could land in a block that was given away.
+# that vanished. They are slow on purpose: a writer that was merely paused must not be taken for dead,
+# its next write could land in a block that was given away. Only the reader pings; a writer finds a
+# silent reader by its own deadlines.
 LINK_OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.keepalive_time_ms", 15_000),
     ("grpc.keepalive_timeout_ms", 15_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
 )
-"""For the channel of a writer and for the server that a reader's KVLink runs in."""
+"""For the server that a reader's KVLink runs in."""
 
 
 class BlockCopy(NamedTuple):

@@ -14,6 +14,7 @@ import os
 import secrets
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -128,6 +129,8 @@ class KVMemory:
 
     def _carve(self) -> tuple[RegisteredRegion, ...]:
         layout = self.layout
+        # NOTE: not torch.frombuffer: it does not keep the mapping from being closed under a tensor.
+        storage = torch.from_numpy(np.frombuffer(self._mapping, dtype=np.uint8))
         regions = []
         offset = 0
         for layer_idx in range(layout.num_layers):
@@ -136,10 +139,7 @@ class KVMemory:
                 num_bytes = self.num_blocks * block_bytes
                 shape = (self.num_blocks, part.num_heads, layout.block_size, part.width)
                 dtype = TORCH_DTYPES[layout.dtype]
-                flat = torch.frombuffer(
-                    self._mapping, dtype=dtype, count=num_bytes // dtype.itemsize, offset=offset
-                )
-                caches.append(flat.view(shape))
+                caches.append(storage[offset : offset + num_bytes].view(dtype).view(shape))
                 regions.append(
                     RegisteredRegion(
                         tp_rank=layout.tp_rank,

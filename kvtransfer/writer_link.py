@@ -21,7 +21,6 @@ from kvtransfer.checksum import block_checksum
 from kvtransfer.config import KVTransferConfig
 from kvtransfer.errors import KVTransferError, TransferError, TransportUnavailable
 from kvtransfer.link import (
-    LINK_OPTIONS,
     BlockCopy,
     RequestKey,
     key_from_proto,
@@ -159,7 +158,7 @@ class WriterLink:
         names = self._writer.transports.names
         try:
             self._wait_until(lambda: False, self._backoff.not_before_s)
-            with grpc.insecure_channel(self.key.address, options=list(LINK_OPTIONS)) as channel:
+            with grpc.insecure_channel(self.key.address) as channel:
                 while not self._open(channel, names):
                     pass
                 self._serve()

@@ -1,4 +1,4 @@
-"""A reader in its own process or in a thread, and a writer, with real gRPC and real transports between them."""
+"""A reader and a writer with real gRPC and real transports between them."""
 
 import asyncio
 import multiprocessing
@@ -183,9 +183,9 @@ def eventually(is_met: Callable[[], bool], timeout_s: float = 5.0) -> None:
 
 
 def spawn(
-    target: Callable[..., None], *args: object
+    target: Callable[..., None], *args: Any
 ) -> tuple[multiprocessing.process.BaseProcess, Pipe]:
-    """Start target(pipe, *args) in a new interpreter; return the process and our end of the pipe."""
+    """Start target(pipe, *args) in a new interpreter; return it and our end of the pipe."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=target, args=(theirs, *args), daemon=True)

@@ -1,0 +1,613 @@
+import gc
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import grpc
+import pytest
+
+from kvtransfer.connector import BlockCopy, KVArrived, KVFailed, KVQuiet
+from kvtransfer.errors import TransportUnavailable
+from kvtransfer.link import TOKEN_METADATA, is_authorized, key_to_proto
+from kvtransfer.transports.loading import load_transports
+from protos import worker_pb2, worker_pb2_grpc
+from tests.kvtransfer.faults import Faults, faulty
+from tests.kvtransfer.harness import (
+    CONFIG,
+    LAYOUT,
+    TOKEN,
+    ReaderThread,
+    Writer,
+    assert_blocks_equal,
+    assert_untouched,
+    eventually,
+    pair,
+)
+
+K = ("request", 0)
+
+
+@pytest.fixture
+def rig() -> Iterator[tuple[Writer, ReaderThread, Faults]]:
+    """A pair whose writes go through a seam for faults."""
+    faults = Faults()
+    reader = ReaderThread()
+    writer = Writer(transports=faulty(faults))
+    yield writer, reader, faults
+    faults.gate.set()
+    writer.close()
+    reader.close()
+
+
+@pytest.mark.parametrize("transport", ["memory", "mooncake"])
+def test_blocks_arrive_and_the_bytes_counted_are_blocks_times_block_bytes(transport: str) -> None:
+    with pair(transport=transport) as (writer, reader):
+        source, target = [3, 4, 5, 1, 60], [10, 11, 12, 40, 7]
+        result = writer.send(K, reader.expect(K, target), source)
+        assert result.ok, result
+        assert result.num_blocks == 5
+        assert result.num_bytes == 5 * LAYOUT.block_bytes_all_layers
+        assert reader.next_event() == KVArrived(K)
+        assert_blocks_equal(writer.memory, source, reader.memory, target)
+        assert_untouched(reader.memory, sorted(set(range(64)) - set(target)))
+        for stats in (writer.sender.stats(), reader.receiver.stats().transfers):
+            assert [s.transport for s in stats] == [transport]
+            assert stats[0].num_bytes == result.num_bytes
+            assert (stats[0].num_blocks, stats[0].num_transfers) == (5, 1)
+
+
+@pytest.mark.parametrize("checksum", ["full", "off"])
+def test_chunks_may_be_pushed_layer_by_layer_in_any_order(checksum: str) -> None:
+    with pair(checksum=checksum) as (writer, reader):
+        transfer = writer.begin(K, reader.expect(K, [20, 21, 22, 23]))
+        for chunk in ([(2, 1)], [(8, 3), (1, 0)], [(9, 2)]):
+            for layer_idx in (2, 0, 1):
+                transfer.push(layer_idx, [BlockCopy(*copy) for copy in chunk])
+                time.sleep(0.003)
+        transfer.finish()
+        assert writer.next_result().ok
+        assert reader.next_event() == KVArrived(K)
+        assert_blocks_equal(writer.memory, [1, 2, 9, 8], reader.memory, [20, 21, 22, 23])
+
+
+def test_a_block_pushed_again_replaces_the_first() -> None:
+    with pair() as (writer, reader):
+        transfer = writer.begin(K, reader.expect(K, [20]))
+        writer.push_all(transfer, [5])
+        writer.push_all(transfer, [6])
+        transfer.finish()
+        assert writer.next_result().ok
+        assert reader.next_event() == KVArrived(K)
+        assert_blocks_equal(writer.memory, [6], reader.memory, [20])
+
+
+def test_large_pushes_are_split_into_batches() -> None:
+    with pair(max_batch_bytes=5000, max_in_flight_segments=2, transport="mooncake") as (w, r):
+        blocks = list(range(1, 64, 2)) + list(range(0, 64, 2))
+        assert w.send(K, r.expect(K, blocks), range(64)).ok
+        assert r.next_event() == KVArrived(K)
+        assert_blocks_equal(w.memory, range(64), r.memory, blocks)
+
+
+def test_a_target_without_blocks_arrives_at_once() -> None:
+    with pair() as (writer, reader):
+        assert writer.send(K, reader.expect(K, []), []).ok
+        assert reader.next_event() == KVArrived(K)
+
+
+def test_finishing_with_blocks_missing_is_a_failure_that_names_them() -> None:
+    with pair() as (writer, reader):
+        transfer = writer.begin(K, reader.expect(K, [1, 2]))
+        transfer.push(0, [BlockCopy(1, 0), BlockCopy(2, 1)])
+        transfer.push(1, [BlockCopy(1, 0)])
+        transfer.finish()
+        assert writer.next_result().error == "layer 1: 1 of 2 blocks were pushed"
+        event = reader.next_event()
+        assert isinstance(event, KVFailed)
+        assert event.quiet
+        assert "layer 1" in event.reason
+
+
+def test_pushes_of_what_does_not_exist_are_refused_at_once() -> None:
+    with pair() as (writer, reader):
+        transfer = writer.begin(K, reader.expect(K, [1]))
+        with pytest.raises(ValueError, match="layer_idx is 3"):
+            transfer.push(3, [BlockCopy(0, 0)])
+        with pytest.raises(ValueError, match="target_index is 1"):
+            transfer.push(0, [BlockCopy(0, 1)])
+        with pytest.raises(ValueError, match="being transferred"):
+            writer.begin(K, reader.target([1]))
+        with pytest.raises(ValueError, match="expected already"):
+            reader.expect(K, [1])
+        with pytest.raises(ValueError, match="block_id is 64"):
+            reader.expect(("other", 0), [64])
+
+
+@pytest.mark.parametrize("blocks", [([64], [3]), ([3], [4096])])
+def test_blocks_outside_the_memory_of_either_end_fail_the_transfer(
+    blocks: tuple[list[int], list[int]],
+) -> None:
+    with pair() as (writer, reader):
+        reader.receiver.expect(K, [1])
+        result = writer.send(K, reader.target(blocks[1]), blocks[0])
+        assert "out of range" in result.error
+        assert isinstance(reader.next_event(), KVFailed)
+        assert_untouched(reader.memory, range(64))
+
+
+def test_a_flipped_bit_is_a_failure_and_the_blocks_are_free(
+    rig: tuple[Writer, ReaderThread, Faults],
+) -> None:
+    writer, reader, faults = rig
+    faults.flip_after_write = True
+    assert writer.send(K, reader.expect(K, [1, 2, 3]), [1, 2, 3]).ok
+    event = reader.next_event()
+    assert isinstance(event, KVFailed)
+    assert event.quiet
+    assert "checksum" in event.reason
+    assert reader.receiver.stats().failures == {"checksum": 1}
+    assert writer.send(("request", 1), reader.expect(("request", 1), [1]), [9]).ok
+    assert reader.next_event() == KVArrived(("request", 1))
+
+
+def test_a_write_that_never_lands_is_a_failure(rig: tuple[Writer, ReaderThread, Faults]) -> None:
+    writer, reader, faults = rig
+    faults.drop_writes = True
+    assert writer.send(K, reader.expect(K, [1]), [1]).ok
+    assert isinstance(reader.next_event(), KVFailed)
+
+
+def test_a_transport_that_completes_before_landing_is_given_time() -> None:
+    faults = Faults()
+    faults.is_landing_guaranteed = False
+    faults.late_s = 0.15
+    reader = ReaderThread(transports=faulty(faults))
+    writer = Writer(transports=faulty(faults))
+    assert writer.send(K, reader.expect(K, [1, 2]), [7, 9]).ok
+    assert reader.next_event() == KVArrived(K)
+    assert_blocks_equal(writer.memory, [7, 9], reader.memory, [1, 2])
+    faults.late_s = 1.0
+    assert writer.send(("late", 0), reader.expect(("late", 0), [3]), [7]).ok
+    assert isinstance(reader.next_event(), KVFailed)
+    time.sleep(0.7)
+    writer.close()
+    reader.close()
+
+
+def test_abort_before_anything_was_pushed() -> None:
+    with pair() as (writer, reader):
+        transfer = writer.begin(K, reader.expect(K, [1]))
+        eventually(lambda: reader.receiver.stats().num_granted == 1)
+        transfer.abort("client left")
+        assert writer.next_result().error == "client left"
+        transfer.push(0, [BlockCopy(0, 0)])
+        transfer.finish()
+        transfer.abort("again")
+        event = reader.next_event()
+        assert isinstance(event, KVFailed)
+        assert event.quiet
+        reader.assert_no_event()
+        assert writer.results.empty()
+
+
+def test_abort_before_the_link_is_open_asks_for_nothing() -> None:
+    with pair() as (writer, reader):
+        target = reader.target([1])
+        target.link_address = "192.0.2.1:9"
+        transfer = writer.begin(K, target)
+        transfer.abort("client left")
+        assert writer.next_result(1.0).error == "client left"
+
+
+def test_abort_while_writing_ends_when_the_batch_is_through(
+    rig: tuple[Writer, ReaderThread, Faults],
+) -> None:
+    writer, reader, faults = rig
+    faults.gate.clear()
+    transfer = writer.begin(K, reader.expect(K, [1]))
+    writer.push_all(transfer, [1])
+    assert faults.entered.wait(5)
+    transfer.abort("client left")
+    reader.assert_no_event()
+    assert writer.results.empty()
+    faults.gate.set()
+    assert not writer.next_result().ok
+    event = reader.next_event()
+    assert isinstance(event, KVFailed)
+    assert event.quiet
+
+
+def test_cancel_before_the_grant_is_quiet_at_once_and_refuses_the_writer() -> None:
+    with pair() as (writer, reader):
+        target = reader.expect(K, [1])
+        reader.receiver.cancel(K)
+        assert reader.next_event() == KVQuiet(K)
+        result = writer.send(K, target, [1])
+        assert "not expected" in result.error
+        reader.assert_no_event()
+        assert_untouched(reader.memory, [1])
+        assert reader.receiver.stats().num_stale == 1
+
+
+def test_cancel_after_the_grant_waits_for_the_writer_to_let_go(
+    rig: tuple[Writer, ReaderThread, Faults],
+) -> None:
+    writer, reader, faults = rig
+    faults.gate.clear()
+    transfer = writer.begin(K, reader.expect(K, [1]))
+    writer.push_all(transfer, [1])
+    assert faults.entered.wait(5)
+    reader.receiver.cancel(K)
+    reader.receiver.cancel(K)
+    reader.assert_no_event(0.2)
+    assert reader.receiver.stats().num_quarantined_blocks == 1
+    faults.gate.set()
+    assert writer.next_result().error == "the reader gave up"
+    assert reader.next_event() == KVQuiet(K)
+    reader.assert_no_event()
+    assert reader.receiver.stats().num_quarantined == 0
+
+
+def test_cancel_of_an_idle_granted_transfer_ends_it() -> None:
+    with pair() as (writer, reader):
+        writer.begin(K, reader.expect(K, [1]))
+        eventually(lambda: reader.receiver.stats().num_granted == 1)
+        reader.receiver.cancel(K)
+        assert reader.next_event() == KVQuiet(K)
+        assert writer.next_result().error == "the reader gave up"
+
+
+def test_cancel_after_arrival_and_of_an_unknown_key_is_quiet() -> None:
+    with pair() as (writer, reader):
+        assert writer.send(K, reader.expect(K, [1]), [1]).ok
+        assert reader.next_event() == KVArrived(K)
+        reader.receiver.cancel(K)
+        assert reader.next_event() == KVQuiet(K)
+
+
+def test_a_failed_write_keeps_the_blocks_until_nothing_can_land(
+    rig: tuple[Writer, ReaderThread, Faults],
+) -> None:
+    writer, reader, faults = rig
+    faults.error = "wire cut"
+    faults.num_unsettled = 2
+    assert writer.send(K, reader.expect(K, [1]), [1]).error == "wire cut"
+    reader.receiver.cancel(K)
+    reader.assert_no_event(2 * CONFIG.quarantine_grace_s)
+    faults.num_unsettled = 0
+    assert reader.next_event() == KVQuiet(K)
+    faults.error = ""
+    assert writer.send(("request", 1), reader.expect(("request", 1), [1]), [1]).ok
+
+
+def test_a_write_without_progress_fails_in_time(rig: tuple[Writer, ReaderThread, Faults]) -> None:
+    writer, reader, faults = rig
+    faults.gate.clear()
+    start_s = time.monotonic()
+    result = writer.send(K, reader.expect(K, [1]), [1])
+    assert "deadline" in result.error
+    assert time.monotonic() - start_s < CONFIG.progress_timeout_s + 1
+    event = reader.next_event()
+    assert isinstance(event, KVFailed)
+    assert event.quiet
+
+
+def test_a_slow_prefill_is_no_stall() -> None:
+    with pair(progress_timeout_s=0.3) as (writer, reader):
+        transfer = writer.begin(K, reader.expect(K, [1]))
+        for layer_idx in range(3):
+            time.sleep(0.4)
+            transfer.push(layer_idx, [BlockCopy(1, 0)])
+        time.sleep(0.4)
+        transfer.finish()
+        assert writer.next_result().ok
+
+
+def test_a_reader_that_does_not_answer_fails_the_transfer_in_time() -> None:
+    with pair() as (writer, reader):
+        target = reader.expect(K, [1])
+        target.link_address = "127.0.0.1:1"
+        start_s = time.monotonic()
+        assert "UNAVAILABLE" in writer.send(K, target, [1]).error
+        assert time.monotonic() - start_s < 2
+        reader.receiver.cancel(K)
+        assert reader.next_event() == KVQuiet(K)
+
+
+def test_a_wrong_token_is_unauthenticated() -> None:
+    reader = ReaderThread()
+    writer = Writer(token="guess")
+    assert "UNAUTHENTICATED" in writer.send(K, reader.expect(K, [1]), [1]).error
+    assert reader.receiver.stats().num_expected == 1
+    writer.close()
+    reader.close()
+
+
+def test_tokens_are_compared_whole() -> None:
+    assert is_authorized([(TOKEN_METADATA, "abc")], "abc")
+    assert is_authorized([], "")
+    for value in ("", "ab", "abcd", b"abd"):
+        assert not is_authorized([(TOKEN_METADATA, value)], "abc")
+    assert not is_authorized([("other", "abc")], "abc")
+
+
+def test_layouts_that_differ_are_refused_with_both_in_the_message() -> None:
+    reader = ReaderThread()
+    writer = Writer(layout=replace(LAYOUT, block_size=16))
+    error = writer.send(K, reader.expect(K, [1]), [1]).error
+    assert "refused" in error
+    assert "block_size=16" in error
+    assert "block_size=8" in error
+    writer.close()
+    reader.close()
+
+
+def test_ends_without_a_common_transport_say_what_each_has() -> None:
+    reader = ReaderThread(replace(CONFIG, transport="mooncake"))
+    writer = Writer(replace(CONFIG, transport="memory"))
+    error = writer.send(K, reader.expect(K, [1]), [1]).error
+    assert "['memory']" in error
+    assert "['mooncake']" in error
+    writer.close()
+    reader.close()
+
+
+def test_auto_falls_back_to_mooncake_where_memory_cannot_be_opened(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with pair(transport="auto") as (writer, reader):
+        assert writer.sender.transport_names == ["memory", "mooncake"]
+        reader.memory.nonce = bytes(32)
+        assert writer.send(K, reader.expect(K, [1]), [1]).ok
+        assert writer.sender.stats()[0].transport == "mooncake"
+        assert "next: ['mooncake']" in caplog.text
+
+
+def test_a_restarted_reader_is_reached_and_the_old_incarnation_is_not() -> None:
+    reader = ReaderThread(incarnation=1)
+    writer = Writer()
+    assert writer.send(K, reader.expect(K, [1]), [1]).ok
+    old_target = reader.target([1])
+    port = int(reader.address.rpartition(":")[2])
+    reader.close()
+    reader = ReaderThread(incarnation=2, port=port)
+    assert writer.send(("new", 0), reader.expect(("new", 0), [1]), [2]).ok
+    assert reader.next_event() == KVArrived(("new", 0))
+    reader.receiver.expect(("old", 0), [1])
+    assert "reader/2" in writer.send(("old", 0), old_target, [3]).error
+    assert_blocks_equal(writer.memory, [2], reader.memory, [1])
+    writer.close()
+    reader.close()
+
+
+def test_a_link_that_broke_is_opened_again() -> None:
+    reader = ReaderThread()
+    writer = Writer()
+    transfer = writer.begin(K, reader.expect(K, [1]))
+    eventually(lambda: reader.receiver.stats().num_granted == 1)
+    port = int(reader.address.rpartition(":")[2])
+    reader.close()
+    assert not writer.next_result().ok
+    transfer.push(0, [BlockCopy(0, 0)])
+    reader = ReaderThread(port=port)
+    assert writer.send(("again", 0), reader.expect(("again", 0), [1]), [2]).ok
+    writer.close()
+    reader.close()
+
+
+def test_a_closed_sender_fails_what_is_under_way_and_starts_nothing() -> None:
+    reader = ReaderThread()
+    writer = Writer()
+    writer.begin(K, reader.expect(K, [1]))
+    eventually(lambda: reader.receiver.stats().num_granted == 1)
+    writer.close()
+    assert "closed" in writer.next_result().error
+    with pytest.raises(RuntimeError, match="closed"):
+        writer.begin(("other", 0), reader.target([1]))
+    event = reader.next_event()
+    assert isinstance(event, KVFailed)
+    assert not event.quiet
+    assert reader.next_event() == KVQuiet(K)
+    reader.close()
+
+
+class RawWriter:
+    """Speaks the protocol by hand."""
+
+    def __init__(self, reader: ReaderThread, engine_id: str = "raw"):
+        self._channel = grpc.insecure_channel(reader.address)
+        self._pending: list[worker_pb2.WriterMessage] = []
+        self._ready = threading.Semaphore(0)
+        self._call = worker_pb2_grpc.KVLinkStub(self._channel).Link(
+            self._messages(), metadata=((TOKEN_METADATA, TOKEN),)
+        )
+        hello = worker_pb2.WriterHello(
+            engine_id=engine_id,
+            incarnation=1,
+            layouts=[LAYOUT.to_proto()],
+            transports=["memory"],
+            host_id=load_transports(CONFIG, reader.memory).host_id,
+        )
+        self.send(worker_pb2.WriterMessage(hello=hello))
+        assert not next(self._call).hello.refused
+
+    def _messages(self) -> Iterator[worker_pb2.WriterMessage]:
+        while True:
+            self._ready.acquire()
+            if not self._pending:
+                return
+            yield self._pending.pop(0)
+
+    def send(self, message: worker_pb2.WriterMessage) -> None:
+        self._pending.append(message)
+        self._ready.release()
+
+    def begin(self, key: tuple[str, int]) -> None:
+        begin = worker_pb2.BeginWrite(key=key_to_proto(key))
+        self.send(worker_pb2.WriterMessage(begin=begin))
+
+    def end(self, key: tuple[str, int], **fields: object) -> None:
+        end = worker_pb2.EndWrite(key=key_to_proto(key), **fields)  # type: ignore[arg-type]
+        self.send(worker_pb2.WriterMessage(end=end))
+
+    def next(self) -> worker_pb2.ReaderMessage:
+        return next(self._call)
+
+    def close(self) -> None:
+        self._ready.release()
+        self._call.cancel()
+        self._channel.close()
+
+
+def test_repeated_stale_and_foreign_messages_are_counted_and_change_nothing() -> None:
+    reader = ReaderThread()
+    raw, other = RawWriter(reader), RawWriter(reader, "other")
+    reader.receiver.expect(("r", 1), [1])
+    raw.begin(("r", 0))
+    assert not raw.next().grant.granted
+    raw.begin(("r", 1))
+    assert raw.next().grant.granted
+    raw.begin(("r", 1))
+    other.begin(("r", 1))
+    assert "another writer" in other.next().grant.reason
+    other.end(("r", 1), complete=True)
+    raw.end(("r", 0), complete=True)
+    raw.end(("never", 0), complete=False)
+    eventually(lambda: reader.receiver.stats().num_stale == 6)
+    reader.assert_no_event()
+    raw.end(("r", 1), complete=False, error="changed my mind")
+    assert reader.next_event() == KVFailed(
+        ("r", 1), "the writer gave up: changed my mind", quiet=True
+    )
+    raw.end(("r", 1), complete=True)
+    eventually(lambda: reader.receiver.stats().num_stale == 7)
+    raw.close()
+    other.close()
+    reader.close()
+
+
+def test_a_checksum_count_that_is_not_the_layers_is_a_failure() -> None:
+    reader = ReaderThread()
+    raw = RawWriter(reader)
+    reader.receiver.expect(K, [1])
+    raw.begin(K)
+    assert raw.next().grant.granted
+    raw.end(K, complete=True, checksums=[1, 2])
+    assert reader.next_event() == KVFailed(K, "2 checksums for 3 layers", quiet=True)
+    raw.close()
+    reader.close()
+
+
+def test_a_broken_link_fails_at_once_and_is_quiet_after_the_grace() -> None:
+    reader = ReaderThread()
+    raw = RawWriter(reader)
+    for key in (K, ("cancelled", 0)):
+        reader.receiver.expect(key, [1])
+        raw.begin(key)
+        assert raw.next().grant.granted
+    reader.receiver.cancel(("cancelled", 0))
+    assert raw.next().abort.key.request_id == "cancelled"
+    start_s = time.monotonic()
+    raw.close()
+    assert reader.next_event() == KVFailed(K, "the link to the writer broke", quiet=False)
+    assert time.monotonic() - start_s < CONFIG.quarantine_grace_s
+    reader.receiver.cancel(K)
+    assert {reader.next_event(), reader.next_event()} == {KVQuiet(K), KVQuiet(("cancelled", 0))}
+    assert time.monotonic() - start_s >= CONFIG.quarantine_grace_s
+    reader.assert_no_event()
+    reader.close()
+
+
+def test_a_link_that_does_not_start_with_hello_is_refused() -> None:
+    reader = ReaderThread()
+    with grpc.insecure_channel(reader.address) as channel:
+        begin = worker_pb2.WriterMessage(begin=worker_pb2.BeginWrite(key=key_to_proto(K)))
+        call = worker_pb2_grpc.KVLinkStub(channel).Link(
+            iter([begin]), metadata=((TOKEN_METADATA, TOKEN),)
+        )
+        with pytest.raises(grpc.RpcError, match="WriterHello"):
+            next(call)
+    reader.close()
+
+
+def test_a_transport_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "mooncake.engine", None)
+    monkeypatch.delitem(__import__("sys").modules, "kvtransfer.transports.mooncake", raising=False)
+    with pytest.raises(TransportUnavailable, match="mooncake: cannot import mooncake"):
+        Writer(replace(CONFIG, transport="mooncake"))
+    writer = Writer(replace(CONFIG, transport="auto"))
+    assert writer.sender.transport_names == ["memory"]
+    writer.close()
+
+
+@pytest.mark.parametrize("transport", ["memory", "mooncake"])
+def test_two_hundred_transfers_with_aborts_leave_nothing_behind(transport: str) -> None:
+    rng = random.Random(3)
+    with pair(transport=transport) as (writer, reader):
+        assert writer.send(K, reader.expect(K, [0]), [0]).ok
+        assert reader.next_event() == KVArrived(K)
+        gc.collect()
+        num_fds = len(os.listdir("/proc/self/fd"))
+        num_threads = threading.active_count()
+        outcomes = {"arrived": 0, "failed": 0, "quiet": 0}
+        for i in range(200):
+            key = (f"r{i}", 0)
+            blocks = rng.sample(range(64), 6)
+            transfer = writer.begin(key, reader.expect(key, blocks))
+            fate = rng.choice(["abort", "cancel"]) if rng.random() < 0.1 else "finish"
+            num_layers = 3 if fate == "finish" else rng.randrange(4)
+            for layer_idx in range(num_layers):
+                transfer.push(layer_idx, [BlockCopy(block, j) for j, block in enumerate(blocks)])
+            if fate == "finish":
+                transfer.finish()
+            elif fate == "abort":
+                transfer.abort("test")
+            else:
+                reader.receiver.cancel(key)
+            result = writer.next_result()
+            event = reader.next_event()
+            assert result.ok is (fate == "finish"), result
+            expected = {"finish": KVArrived, "abort": KVFailed, "cancel": KVQuiet}[fate]
+            assert isinstance(event, expected), (fate, event)
+            outcomes[{"finish": "arrived", "abort": "failed", "cancel": "quiet"}[fate]] += 1
+        assert min(outcomes.values()) > 3, outcomes
+        stats = reader.receiver.stats()
+        assert (stats.num_expected, stats.num_granted, stats.num_quarantined) == (0, 0, 0)
+        assert stats.num_arrived == outcomes["arrived"] + 1
+        reader.assert_no_event()
+        gc.collect()
+        assert len(os.listdir("/proc/self/fd")) <= num_fds + 2
+        assert threading.active_count() == num_threads
+
+
+def test_many_transfers_at_once_from_two_writers_to_two_readers_all_pairs() -> None:
+    readers = [ReaderThread(), ReaderThread()]
+    writers = [Writer(engine_id="w0"), Writer(engine_id="w1")]
+    keys = {}
+    for i in range(40):
+        writer, reader = writers[i % 2], readers[i // 2 % 2]
+        key = (f"r{i}", 0)
+        first_block = (i // 4 * 2 + i % 2) * 2
+        target = reader.expect(key, [first_block, first_block + 1])
+        transfer = writer.begin(key, target)
+        writer.push_all(transfer, [i, i + 1])
+        transfer.finish()
+        keys[key] = reader
+    for writer in writers:
+        assert all(writer.next_result().ok for _ in range(20))
+    arrived = {reader.next_event() for reader in readers for _ in range(20)}
+    assert arrived == {KVArrived(key) for key in keys}
+    for reader in readers:
+        assert {s.peer_engine_id for s in reader.receiver.stats().transfers} == {"w0", "w1"}
+        assert all(s.num_transfers == 10 for s in reader.receiver.stats().transfers)
+    for end in (*writers, *readers):
+        end.close()
+
+
+def test_no_thread_is_left_after_close() -> None:
+    with pair() as (writer, reader):
+        assert writer.send(K, reader.expect(K, [1]), [1]).ok
+    eventually(lambda: not [t for t in threading.enumerate() if t.name.startswith("kv-")])

@@ -1,0 +1,115 @@
+import gc
+import os
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from kvtransfer.checksum import block_checksum, layer_checksum, sum_checksums
+from kvtransfer.layout import KVLayout
+from kvtransfer.registration import KVMemory, RegisteredRegion
+from tests.kvtransfer.harness import LAYOUT
+
+
+def test_caches_are_views_of_the_regions_that_are_announced() -> None:
+    memory = KVMemory.allocate(LAYOUT, 5)
+    assert [tuple(cache.shape) for cache in memory.k_caches] == [(5, 2, 8, 16)] * 3
+    for layer_idx in range(3):
+        for part_idx, cache in enumerate((memory.k_caches[layer_idx], memory.v_caches[layer_idx])):
+            region = memory.regions[2 * layer_idx + part_idx]
+            assert (region.layer_idx, region.part) == (layer_idx, "kv"[part_idx])
+            assert region.base_address == cache.data_ptr()
+            assert region.num_bytes == cache.numel() * 4 == 5 * region.block_bytes
+    spans = sorted((r.base_address, r.base_address + r.num_bytes) for r in memory.regions)
+    assert all(left[1] <= right[0] for left, right in pairwise(spans))
+    memory.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
+def test_every_dtype_has_its_tensor_type(dtype: str) -> None:
+    memory = KVMemory.allocate(replace(LAYOUT, dtype=dtype), 2)
+    assert str(memory.k_caches[0].dtype) == f"torch.{dtype}"
+    assert not memory.v_caches[2].any()
+    memory.close()
+
+
+def test_mla_has_a_latent_and_a_rope_part() -> None:
+    layout = KVLayout(
+        dtype="float32",
+        num_layers=2,
+        num_kv_heads=1,
+        head_dim=48,
+        block_size=4,
+        kv_lora_rank=32,
+        rope_dim=16,
+    )
+    memory = KVMemory.allocate(layout, 3)
+    assert tuple(memory.k_caches[1].shape) == (3, 1, 4, 32)
+    assert tuple(memory.v_caches[1].shape) == (3, 1, 4, 16)
+    assert [region.part for region in memory.regions] == ["latent", "rope"] * 2
+    assert layout.block_bytes_all_layers == 2 * 4 * (32 + 16) * 4
+    memory.close()
+
+
+def test_address_space_is_not_memory_until_touched() -> None:
+    layout = replace(LAYOUT, num_layers=30, head_dim=64, block_size=32)
+    memory = KVMemory.allocate(layout, 4096)
+    with open("/proc/self/statm", encoding="ascii") as file:
+        before = int(file.read().split()[1])
+    assert memory.num_bytes > 3_000_000_000
+    memory.k_caches[7][100] = 1.0
+    with open("/proc/self/statm", encoding="ascii") as file:
+        assert int(file.read().split()[1]) - before < 10_000
+    memory.close()
+
+
+def test_close_gives_back_the_descriptor_and_the_mapping() -> None:
+    gc.collect()
+    num_fds = len(os.listdir("/proc/self/fd"))
+    memory = KVMemory.allocate(LAYOUT, 4)
+    memory.close()
+    memory.close()
+    assert len(os.listdir("/proc/self/fd")) == num_fds
+
+
+def test_a_tensor_outlives_close() -> None:
+    gc.collect()
+    num_fds = len(os.listdir("/proc/self/fd"))
+    memory = KVMemory.allocate(LAYOUT, 4)
+    cache = memory.k_caches[0]
+    memory.close()
+    cache.fill_(3.0)
+    assert cache.sum() == 3.0 * cache.numel()
+    del cache, memory
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == num_fds
+
+
+def test_a_cache_without_blocks_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_blocks is 0"):
+        KVMemory.allocate(LAYOUT, 0)
+
+
+def test_layouts_and_regions_survive_the_wire() -> None:
+    layout = replace(LAYOUT, tp_rank=1, tp_size=2, total_num_kv_heads=4)
+    assert KVLayout.from_proto(layout.to_proto()) == layout
+    region = RegisteredRegion(1, 2, "v", 1 << 47, 1 << 33, 4096)
+    assert RegisteredRegion.from_proto(region.to_proto()) == region
+
+
+def test_checksums_tell_content_place_and_part_apart() -> None:
+    memory = KVMemory.allocate(LAYOUT, 8)
+    torch.manual_seed(0)
+    for cache in memory.k_caches + memory.v_caches:
+        cache.copy_(torch.randn(cache.shape))
+    right = layer_checksum(memory, 1, [2, 5, 7])
+    assert layer_checksum(memory, 0, [2, 5, 7]) != right
+    assert layer_checksum(memory, 1, [5, 2, 7]) != right
+    pieces = [block_checksum(memory, 1, block, i) for block, i in ((2, 0), (7, 2), (5, 1))]
+    assert sum_checksums(pieces) == right
+    swapped = memory.k_caches[1][5].clone()
+    memory.k_caches[1][5] = memory.v_caches[1][5]
+    memory.v_caches[1][5] = swapped
+    assert layer_checksum(memory, 1, [2, 5, 7]) != right
+    memory.close()
