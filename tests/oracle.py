@@ -103,11 +103,11 @@ def story(num_tokens: int, seed: int) -> list[int]:
     token_ids: list[int] = []
     while len(token_ids) < num_tokens:
         words = " ".join(map(rng.choice, (_SUBJECTS, _VERBS, _OBJECTS, _PLACES)))
-        token_ids += _encode(f"{words} on day {rng.randrange(1000)}. ")
+        token_ids += encode(f"{words} on day {rng.randrange(1000)}. ")
     return token_ids[:num_tokens]
 
 
-def _encode(text: str) -> list[int]:
+def encode(text: str) -> list[int]:
     """Longest match from the left: not the model's own merges, but tokens that it knows well."""
     vocab, token_ids = _vocab(), []
     text = text.replace(" ", "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}")
