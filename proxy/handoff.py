@@ -29,6 +29,7 @@ from proxy.workers import WorkerPool
 
 _MAX_REMOTE_FAILURES = 2
 _MAX_DECODER_FAILURES = 2
+_PROGRESS_TOKENS = 8
 _DEADLINE_SLACK_S = 1.0
 _BACKOFF_MIN_S = 0.05
 _BACKOFF_MAX_S = 1.0
@@ -60,6 +61,8 @@ class _Journey:
     num_attempts: int = 0
     num_failed: int = 0
     num_remote_failures: int = 0
+    num_emitted_before: int = 0
+    """Tokens emitted when the current attempt started."""
     num_failures: Counter[Identity] = field(default_factory=Counter)
     overloaded: set[Identity] = field(default_factory=set)
     overloaded_since_s: float | None = None
@@ -124,6 +127,7 @@ class Handoff:
         decoder, hashes = await self._choose_decoder(journey)
         key = (journey.request.request_id, journey.num_attempts)
         journey.num_attempts += 1
+        journey.num_emitted_before = len(journey.emitted)
         journey.decoder, journey.prefiller = decoder.identity, None
         inbox = Inbox()
         work = journey.work(_now_s())
@@ -395,6 +399,10 @@ class Handoff:
             assert failure.blamed is not None
             journey.overloaded.add(failure.blamed)
             return
+        if len(journey.emitted) - journey.num_emitted_before >= _PROGRESS_TOKENS:
+            # A long stream may meet many failures in its life; only fruitless attempts add up.
+            journey.num_failed = journey.num_remote_failures = 0
+            journey.num_failures.clear()
         journey.num_failed += 1
         if failure.blamed is not None:
             journey.num_failures[failure.blamed] += 1

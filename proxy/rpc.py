@@ -105,7 +105,7 @@ class _Inference:
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """Handlers that parse requests themselves, so that undecodable bytes get a clear status."""
-        kinds: "dict[str, grpc.RpcMethodHandler[Any, Any]]" = {
+        kinds: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             "Generate": self._unary(inference_pb2.GenerateRequest, self._generate),
             "GenerateStream": self._streaming(
                 inference_pb2.GenerateRequest, self._generate_request, "grpc_generate"

@@ -118,6 +118,7 @@ def stand(tokenizer: Tokenizer, gguf_path: Path) -> StandFactory:
                 "served_model_names": (MODEL, "default"),
                 "controller_address": controller.address,
                 "cluster_token": TOKEN,
+                "local_prefill_tokens": 0,
                 "lease_renew_s": 0.1,
                 "worker_wait_s": 0.5,
                 "reconnect_max_s": 0.2,
