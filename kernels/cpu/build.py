@@ -28,7 +28,7 @@ LIBRARY_NAME = "pdserve_cpu.so"
 _COMPILE_TIMEOUT_S = 300.0
 _LOCK_TIMEOUT_S = 600.0
 _COMMON_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-DNDEBUG")
-# NOTE: without contraction every fused multiply-add is one we wrote, so results do not depend on how
+# NOTE: without contraction every fused multiply-add is one we wrote: results do not depend on how
 # a loop was inlined.
 _NUMERIC_FLAGS = ("-ffp-contract=off", "-fno-math-errno")
 _CAPABILITY_FLAGS = {
@@ -150,7 +150,7 @@ def _compile(source: Path, work: Path, toolchain: Toolchain) -> Path:
 
 
 def _link(objects: list[Path], library: Path, toolchain: Toolchain) -> None:
-    # NOTE: no -fopenmp here. It would link the system's libgomp; torch's own comes with libtorch_cpu,
+    # NOTE: no -fopenmp here. It would link the system's libgomp; torch brings its own,
     # and two OpenMP runtimes in a process means two thread pools on the same cores.
     torch_libraries = Path(torch.__file__).parent / "lib"
     paths = [str(path) for path in objects]

@@ -26,28 +26,26 @@ struct Product {
 };
 
 template <int Rows, int Vecs>
-void multiply_tile(const Product& p) {
-  Vec acc[Rows][Vecs];
-  c10::ForcedUnroll<Rows>{}([&](auto r) {
-    c10::ForcedUnroll<Vecs>{}([&](auto v) {
-      acc[r][v] = p.init ? Vec::loadu(p.init + r * p.ld_init + v * kLanes) : Vec(0.f);
-    });
-  });
-  const float* a = p.a;
+void multiply_tile(const Product& product) {
+  const Product p = product;
+  Register acc[Rows * Vecs];
+  Register row[Vecs];
+  Register scalar;
+  const auto load = [&](auto i) {
+    acc[i] = p.init ? Vec::loadu(p.init + i / Vecs * p.ld_init + i % Vecs * kLanes) : Vec(0.f);
+  };
+  const auto multiply_add = [&](auto i, const float* a, const float* b) {
+    constexpr int r = i / Vecs, v = i % Vecs;
+    if constexpr (r == 0) row[v] = Vec::loadu(b + v * kLanes);
+    if constexpr (v == 0) scalar = Vec(a[r * p.ld_a]);
+    acc[i] = at::vec::fmadd(Vec(scalar), Vec(row[v]), Vec(acc[i]));
+  };
+  const auto store = [&](auto i) { Vec(acc[i]).store(p.c + i / Vecs * p.ld_c + i % Vecs * kLanes); };
+  c10::ForcedUnroll<Rows * Vecs>{}(load);
   const float* b = p.b;
-  const int64_t ld_a = p.ld_a, ld_b = p.ld_b;
-  for (int64_t k = 0; k < p.depth; ++k, b += ld_b) {
-    Vec row[Vecs];
-    c10::ForcedUnroll<Vecs>{}([&](auto v) { row[v] = Vec::loadu(b + v * kLanes); });
-    c10::ForcedUnroll<Rows>{}([&](auto r) {
-      const Vec scalar(a[r * ld_a + k]);
-      c10::ForcedUnroll<Vecs>{}(
-          [&](auto v) { acc[r][v] = at::vec::fmadd(scalar, row[v], acc[r][v]); });
-    });
-  }
-  c10::ForcedUnroll<Rows>{}([&](auto r) {
-    c10::ForcedUnroll<Vecs>{}([&](auto v) { acc[r][v].store(p.c + r * p.ld_c + v * kLanes); });
-  });
+  for (int64_t k = 0; k < p.depth; ++k, b += p.ld_b)
+    c10::ForcedUnroll<Rows * Vecs>{}(multiply_add, p.a + k, b);
+  c10::ForcedUnroll<Rows * Vecs>{}(store);
 }
 
 using TileFn = void (*)(const Product&);

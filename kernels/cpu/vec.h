@@ -19,6 +19,18 @@ using Vec = at::vec::Vectorized<float>;
 
 constexpr int kLanes = Vec::size();
 
+// What a Vec holds. NOTE: arrays of accumulators are arrays of this: GCC keeps an array of the
+// class in memory.
+#if defined(CPU_CAPABILITY_AVX512)
+using Register = __m512;
+#elif defined(CPU_CAPABILITY_AVX2)
+using Register = __m256;
+#elif defined(__aarch64__)
+using Register = float32x4_t;
+#else
+using Register = Vec;
+#endif
+
 // The register tile of the microkernel: kTileRows x kTileVecs accumulators, and room for a row of B
 // and a broadcast.
 #if defined(CPU_CAPABILITY_AVX512)
