@@ -23,10 +23,11 @@ struct Product {
   int64_t ld_init;
   float* c;
   int64_t ld_c;
+  const char* next_b = nullptr;  // prefetched while this is computed, all of it over all rows
 };
 
 template <int Rows, int Vecs>
-void multiply_tile(const Product& product) {
+void multiply_tile(const Product& product, int64_t prefetch_step) {
   const Product p = product;
   Register acc[Rows * Vecs];
   Register row[Vecs];
@@ -40,15 +41,20 @@ void multiply_tile(const Product& product) {
     if constexpr (v == 0) scalar = Vec(a[r * p.ld_a]);
     acc[i] = at::vec::fmadd(Vec(scalar), Vec(row[v]), Vec(acc[i]));
   };
-  const auto store = [&](auto i) { Vec(acc[i]).store(p.c + i / Vecs * p.ld_c + i % Vecs * kLanes); };
+  const auto store = [&](auto i) {
+    Vec(acc[i]).store(p.c + i / Vecs * p.ld_c + i % Vecs * kLanes);
+  };
   c10::ForcedUnroll<Rows * Vecs>{}(load);
   const float* b = p.b;
-  for (int64_t k = 0; k < p.depth; ++k, b += p.ld_b)
+  const char* next_b = p.next_b;
+  for (int64_t k = 0; k < p.depth; ++k, b += p.ld_b, next_b += prefetch_step) {
+    __builtin_prefetch(next_b);
     c10::ForcedUnroll<Rows * Vecs>{}(multiply_add, p.a + k, b);
+  }
   c10::ForcedUnroll<Rows * Vecs>{}(store);
 }
 
-using TileFn = void (*)(const Product&);
+using TileFn = void (*)(const Product&, int64_t);
 
 template <int Vecs, int... Rows>
 constexpr std::array<TileFn, sizeof...(Rows)> tiles_of(std::integer_sequence<int, Rows...>) {
@@ -59,14 +65,20 @@ constexpr std::array<TileFn, sizeof...(Rows)> tiles_of(std::integer_sequence<int
 template <int Vecs>
 void multiply_rows(Product p, int64_t rows) {
   static constexpr auto tiles = tiles_of<Vecs>(std::make_integer_sequence<int, kTileRows>());
-  for (int64_t left = ceil_div<int64_t>(rows, kTileRows); left > 0; --left) {
-    const int64_t taken =
-        ceil_div(rows, left);  // even tiles: 7 + 6 rows keep more FMAs in flight than 12 + 1
-    tiles[taken - 1](p);
+  const int64_t num_tiles = ceil_div<int64_t>(rows, kTileRows);
+  // Each tile fetches its share. Without anything to fetch it touches what it reads anyway: an
+  // unmapped address would cost a walk through the page tables each time.
+  const int64_t step = p.next_b ? kTileCols * static_cast<int64_t>(sizeof(float)) / num_tiles : 0;
+  if (!p.next_b) p.next_b = reinterpret_cast<const char*>(p.b);
+  for (int64_t left = num_tiles; left > 0; --left) {
+    // Even tiles: 7 + 6 rows keep more FMAs in flight than 12 + 1.
+    const int64_t taken = ceil_div(rows, left);
+    tiles[taken - 1](p, step);
     rows -= taken;
     p.a += taken * p.ld_a;
     if (p.init) p.init += taken * p.ld_init;
     p.c += taken * p.ld_c;
+    p.next_b += step * p.depth;
   }
 }
 
