@@ -136,7 +136,9 @@ class Handoff:
             reservation.send(worker_pb2.ProxyMessage(reserve=reserve))
             reserved = await self._await_reserved(journey, inbox)
             num_uncached = len(work.token_ids) - reserved.num_cached_tokens
-            prefiller = self._choose_prefiller(journey, num_uncached, hashes, decoder.block_size)
+            prefiller = self._choose_prefiller(
+                journey, len(work.token_ids), num_uncached, hashes, decoder.block_size
+            )
             journey.prefiller = prefiller
             journey.progress.phase = Phase.PREFILL
             if prefiller is None:
@@ -350,7 +352,12 @@ class Handoff:
             await self._pool.wait_for_change(min(give_up_s, journey.request.deadline_s) - now_s)
 
     def _choose_prefiller(
-        self, journey: _Journey, num_uncached: int, hashes: list[bytes], block_size: int
+        self,
+        journey: _Journey,
+        num_tokens: int,
+        num_uncached: int,
+        hashes: list[bytes],
+        block_size: int,
     ) -> Identity | None:
         """Pick a prefiller, or None to prefill on the decoder; count the decision."""
         prefiller: Identity | None = None
@@ -368,7 +375,7 @@ class Handoff:
         else:
             candidate = self._router.candidate(
                 journey.request.request_id,
-                num_uncached,
+                num_tokens,
                 hashes,
                 block_size,
                 journey.num_failures,

@@ -19,6 +19,7 @@ _TOKENS_PER_FULL_POOL = 4096.0
 _TOKENS_PER_FAILURE = 1e6
 # A shared chat-template preamble must not pull every request to one worker.
 _MIN_MATCHED_SHARE = 0.5
+_MIN_MATCHED_TOKENS = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +49,8 @@ class Candidate:
     """Tokens of its prefix that each worker probably holds."""
     num_failures: Mapping[Identity, int]
     """How often each worker failed this request."""
+    seen: Collection[Identity] = ()
+    """Workers that this proxy has used; any other one has an empty cache to fill."""
 
 
 def choose(
@@ -77,9 +80,15 @@ def choose(
 
 
 def score(worker: WorkerSnapshot, candidate: Candidate) -> float:
-    """Expected cost of placing `candidate` at `worker`; lower is better."""
+    """Expected cost of placing `candidate` at `worker`; lower is better.
+
+    A worker that was never used counts as if it held the prompt: otherwise one that comes back
+    after a crash would get nothing as long as the others hold every popular prefix.
+    """
     matched = candidate.matched_tokens.get(worker.identity, 0)
-    if matched < candidate.num_tokens * _MIN_MATCHED_SHARE:
+    if worker.identity not in candidate.seen:
+        matched = candidate.num_tokens
+    elif matched < max(_MIN_MATCHED_TOKENS, candidate.num_tokens * _MIN_MATCHED_SHARE):
         matched = 0
     return (
         worker.num_pending_tokens
@@ -131,20 +140,13 @@ class PrefixIndex:
                 matched[identity] = depth
         return matched
 
-    def retain(self, identities: Collection[Identity]) -> None:
-        """Forget every worker that is not in `identities`."""
-        kept = set(identities)
-        for block_hash, holders in list(self._holders.items()):
-            holders &= kept
-            if not holders:
-                del self._holders[block_hash]
-
 
 class Router:
     """Placement with memory: the prefix index of this proxy."""
 
     def __init__(self) -> None:
         self._index = PrefixIndex()
+        self._seen: set[Identity] = set()
 
     def hash_prompt(self, token_ids: Sequence[int], block_size: int, salt: str) -> list[bytes]:
         """Hashes of the full blocks of a prompt, for `candidate` and `note`."""
@@ -165,12 +167,10 @@ class Router:
             num_tokens=num_tokens,
             matched_tokens={who: depth * block_size for who, depth in matched.items()},
             num_failures=num_failures,
+            seen=self._seen,
         )
 
     def note(self, block_hashes: Sequence[bytes], identity: Identity) -> None:
         """Remember that `identity` computed or received these blocks."""
+        self._seen.add(identity)
         self._index.add(block_hashes, identity)
-
-    def retain(self, identities: Collection[Identity]) -> None:
-        """Forget workers that are gone."""
-        self._index.retain(identities)

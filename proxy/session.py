@@ -53,6 +53,16 @@ def token_metadata(cluster_token: str) -> tuple[tuple[str, str], ...]:
     return (("x-pdserve-token", cluster_token),) if cluster_token else ()
 
 
+def raise_if_cancelled() -> None:
+    """Repeat a cancellation that grpc.aio swallowed.
+
+    A call that is cancelled while it connects ends with the connection's error instead.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+
+
 class SessionBroken(Exception):
     """The stream to a worker ended, or never worked."""
 
@@ -252,6 +262,7 @@ class WorkerSession:
             reason = str(error) or type(error).__name__
         finally:
             self._break(reason)
+        raise_if_cancelled()
         raise SessionBroken(reason)
 
     async def _greet(self, stream: _Stream) -> None:

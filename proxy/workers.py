@@ -22,6 +22,7 @@ from proxy.session import (
     SessionBroken,
     SessionCounters,
     WorkerSession,
+    raise_if_cancelled,
     token_metadata,
 )
 
@@ -66,6 +67,7 @@ class WorkerPool:
                 try:
                     await self._watch()
                 except (grpc.aio.AioRpcError, TimeoutError, OSError) as error:
+                    raise_if_cancelled()
                     if self.has_controller:
                         logger.warning("controller is away: %s", error)
                     pause_s = self.config.reconnect_min_s if self.has_controller else pause_s
@@ -171,7 +173,9 @@ class WorkerPool:
             try:
                 await link.session.run()
             except SessionBroken as error:
-                logger.warning("worker %s at %s: %s", identity, link.entry.address, error)
+                # Redials repeat the same failure many times a second: only its start is news.
+                level = logging.WARNING if link.session.hello is not None else logging.INFO
+                logger.log(level, "worker %s at %s: %s", identity, link.entry.address, error)
             self._notify()
             if not link.is_wanted:
                 self.links.pop(identity, None)

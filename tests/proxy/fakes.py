@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 import xxhash
@@ -101,14 +102,15 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.num_prefills = 0
         self.blocks: set[bytes] = set()
         self.stats_interval_s = 0.1
+        self.forgets_releases = False
         self._server: grpc.aio.Server | None = None
         self._outs: set[asyncio.Queue[worker_pb2.WorkerMessage]] = set()
         self._dying: set[asyncio.Task[None]] = set()
 
-    async def start(self) -> None:
-        self._server = grpc.aio.server()
+    async def start(self, port: int = 0) -> None:
+        self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)
-        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self.address = f"127.0.0.1:{self._server.add_insecure_port(f'127.0.0.1:{port}')}"
         await self._server.start()
 
     async def stop(self) -> None:
@@ -146,7 +148,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     async def Session(
         self,
         request_iterator: AsyncIterator[worker_pb2.ProxyMessage],
-        context: grpc.aio.ServicerContext,
+        context: "grpc.aio.ServicerContext[Any, Any]",
     ) -> AsyncIterator[worker_pb2.WorkerMessage]:
         if ("x-pdserve-token", TOKEN) not in tuple(context.invocation_metadata() or ()):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong cluster token")
@@ -223,7 +225,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                 self.held[key].orders.put_nowait(message.activate if kind == "activate" else None)
 
     def _release(self, key: Key, out: "asyncio.Queue[worker_pb2.WorkerMessage]") -> None:
-        if self.held.pop(key, None) is not None:
+        if self.held.pop(key, None) is not None and not self.forgets_releases:
             out.put_nowait(worker_pb2.WorkerMessage(released=worker_pb2.Released(key=_proto(key))))
 
     async def _fault(
@@ -405,7 +407,7 @@ class FakeController(worker_pb2_grpc.ControllerServicer):
         self._changed = asyncio.Event()
 
     async def Watch(
-        self, request: worker_pb2.WatchRequest, context: grpc.aio.ServicerContext
+        self, request: worker_pb2.WatchRequest, context: "grpc.aio.ServicerContext[Any, Any]"
     ) -> AsyncIterator[worker_pb2.Membership]:
         if ("x-pdserve-token", TOKEN) not in tuple(context.invocation_metadata() or ()):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong cluster token")

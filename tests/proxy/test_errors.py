@@ -282,7 +282,7 @@ async def test_four_stop_strings_are_accepted_and_five_too(stand: StandFactory) 
 
 async def test_undecodable_grpc_messages_are_invalid_arguments(stand: StandFactory) -> None:
     async with stand() as proxy, grpc.aio.insecure_channel(proxy.grpc_address) as channel:
-        method = channel.unary_unary("/pdserve.v1.Inference/Generate")
+        method: Any = channel.unary_unary("/pdserve.v1.Inference/Generate")
         # Field 1 (model) with two bytes that are not UTF-8, then plain rubbish, then 5 MB.
         for data in (b"\x0a\x02\xff\xfe", b"\xff\xff\xff", b"\x0a" + b"\xff" * 5_000_000):
             with pytest.raises(grpc.aio.AioRpcError) as refused:
