@@ -13,9 +13,9 @@ RequestKey = tuple[str, int]
 TOKEN_METADATA = "x-pdserve-token"
 
 # NOTE: a dead process closes its sockets, which breaks the link at once. Pings are only for a host
-# that vanished. They are slow on purpose: a writer that was merely paused must not be taken for dead,
-# its next write could land in a block that was given away. Only the reader pings; a writer finds a
-# silent reader by its own deadlines.
+# that vanished. They are slow on purpose: a writer that was merely paused must not be taken for
+# dead, its next write could land in a block that was given away. Only the reader pings; a writer
+# finds a silent reader by its own deadlines.
 LINK_OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.keepalive_time_ms", 15_000),
     ("grpc.keepalive_timeout_ms", 15_000),

@@ -152,6 +152,7 @@ class Receiver(worker_pb2_grpc.KVLinkServicer):
         self._transports = transports or load_transports(config, memory)
         self._lock = threading.Lock()
         self._reservations: dict[RequestKey, _Reservation] = {}
+        self._writers: set[_Writer] = set()
         self._counters = _Counters()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="kv-verify")
         self._is_closed = False
@@ -186,10 +187,13 @@ class Receiver(worker_pb2_grpc.KVLinkServicer):
             self._executor.submit(self._emit, KVQuiet(key))
 
     def close(self) -> None:
-        """Refuse writers and end all threads. No event follows. Idempotent."""
+        """Refuse writers, end their streams and all threads. No event follows. Idempotent.
+
+        Comes before the stop of the server, which then has no stream to cut off.
+        """
         with self._lock:
             self._is_closed = True
-            writers = {r.writer for r in self._reservations.values() if r.writer is not None}
+            writers = list(self._writers)
             self._reservations.clear()
         for writer in writers:
             writer.send(None)
@@ -246,6 +250,7 @@ class Receiver(worker_pb2_grpc.KVLinkServicer):
         with self._lock:
             peer = self._counters.peers.setdefault(hello.engine_id, _PeerCounters())
             peer.transport = writer.transport.name
+            self._writers.add(writer)
 
         def on_stream_done(_: object) -> None:
             self._break(writer)
@@ -426,6 +431,7 @@ class Receiver(worker_pb2_grpc.KVLinkServicer):
         """
         failed = []
         with self._lock:
+            self._writers.discard(writer)
             if writer.is_broken or self._is_closed:
                 return
             writer.is_broken = True

@@ -42,6 +42,8 @@ class Transfer:
         self.num_bytes = 0
         self.is_begun = False
         """Whether the reader was asked for a grant and so has to be told the end."""
+        self.is_unanswered = False
+        """Whether it failed because the reader neither granted nor refused it."""
         self._layout = layout
         self._config = config
         self._on_done = on_done
@@ -150,6 +152,7 @@ class Transfer:
         with self._lock:
             if not self._error and time.monotonic() > self._deadline_s():
                 what = "grant" if not self._is_granted else "write"
+                self.is_unanswered = self.is_begun and not self._is_granted
                 self._error = f"deadline passed while waiting for a {what}"
                 self._pushes.clear()
             return self._error

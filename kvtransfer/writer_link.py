@@ -295,12 +295,17 @@ class WriterLink:
                 if is_idle:
                     self._wait_for_work()
         finally:
+            # NOTE: dropped here and not with this object: the engine behind it stops when the last
+            # connection is gone, which takes a second and must not happen in a garbage collection.
+            self._connection = None
             connection.close()
 
     def _advance(self, transfer: Transfer, connection: Connection) -> bool:
         """Do the next thing for a transfer; False if there is nothing to do."""
         if error := transfer.find_error():
             self._end(transfer, error)
+            if transfer.is_unanswered:
+                self._break("the reader does not answer")
         elif batch := transfer.take_batch():
             self._write(transfer, batch, connection)
         elif transfer.is_complete():

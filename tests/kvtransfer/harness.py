@@ -69,7 +69,7 @@ class ReaderThread:
         await server.start()
         self._started.set_result(f"127.0.0.1:{bound}")
         await asyncio.to_thread(self._stop.wait)
-        await server.stop(0)
+        await server.stop(0.5)
 
     def target(self, block_ids: Sequence[int]) -> worker_pb2.KVTarget:
         return worker_pb2.KVTarget(
@@ -91,9 +91,9 @@ class ReaderThread:
         assert self.events.empty(), self.events.get()
 
     def close(self) -> None:
+        self.receiver.close()
         self._stop.set()
         self._thread.join(10)
-        self.receiver.close()
         self.memory.close()
 
 

@@ -1,4 +1,4 @@
-"""Writer and reader in processes of their own: what a death, a pause and a restart do to the other end."""
+"""Writer and reader in processes of their own: what a death or a pause does to the other end."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ BIG = replace(LAYOUT, num_kv_heads=4, head_dim=64, block_size=128)
 
 
 def run_reader(pipe: Pipe, transport: str, layout_is_big: bool) -> None:
-    """Answer ("expect", key, blocks), ("checksums", blocks), ("event", timeout_s) and ("close",)."""
+    """Answer (expect, key, blocks), (checksums, blocks), (event, timeout_s) and (close,)."""
     layout = BIG if layout_is_big else LAYOUT
     reader = ReaderThread(replace(CONFIG, transport=transport), layout=layout)
     pipe.send("ready")
