@@ -7,6 +7,7 @@ pdserve.yaml, --set -> config_file.load_config -> ServiceConfig -> resolve -> Se
 
 import ipaddress
 import os
+import re
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, Literal
 
@@ -34,6 +35,8 @@ DERIVED = {
     "transfer.host": "host",
 }
 """Fields of the rooms that a user states elsewhere (where) or not at all (empty)."""
+
+_SERVICE_NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,6 +184,10 @@ def is_loopback(host: str) -> bool:
 
 def _check_addresses(config: ServiceConfig) -> list[str]:
     problems = []
+    if not _SERVICE_NAME.fullmatch(config.service):
+        problems.append(
+            f"service: {config.service} is not allowed: lower-case letters, digits and dashes"
+        )
     if config.http_port == config.grpc_port != 0:
         problems.append(f"http_port and grpc_port are both {config.http_port}: they must differ")
     if not is_loopback(config.host) and not config.insecure:

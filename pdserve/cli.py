@@ -1,0 +1,240 @@
+"""The command line: pdserve up | down | status | scale | chat | config | bench.
+
+NOTE: commands import what they run when they run it. Ray alone takes a second to import, and only
+`up` needs it; `status` should not wait for it.
+"""
+
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import yaml
+from rich.console import Console
+
+from pdserve.errors import ConfigError, PdserveError
+from pdserve.state import ServiceState, StateFolder
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="LLM inference with prefill and decode on separate workers.",
+)
+
+_DEFAULT_FILE = Path("pdserve.yaml")
+_STATE_ROOT = Path.home() / ".pdserve"
+_SCALE_TIMEOUT_S = 120.0
+
+ConfigFile = Annotated[
+    Path | None, typer.Option("-c", "--config", help="Default: ./pdserve.yaml if it exists.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="KEY=VALUE, such as decoder.replicas=2; may be repeated."),
+]
+Model = Annotated[
+    str | None, typer.Option("--model", help="Packaged name, folder, .gguf file or hub id.")
+]
+Insecure = Annotated[bool, typer.Option(help="Allow a host that other machines reach.")]
+StateRoot = Annotated[Path, typer.Option("--state-dir", help="Where running services are noted.")]
+Service = Annotated[str, typer.Option("--service", help="Which one.")]
+AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
+
+
+@app.command()
+def up(
+    config_file: ConfigFile = None,
+    model: Model = None,
+    overrides: Overrides = None,
+    insecure: Insecure = False,
+    detach: Annotated[bool, typer.Option("--detach", help="Return once it is ready.")] = False,
+    state_root: StateRoot = _STATE_ROOT,
+) -> None:
+    """Start a service and watch over it until Ctrl-C."""
+    from pdserve.config_file import load_config
+
+    settings = _overrides(model, overrides, insecure)
+    config = load_config(_file(config_file), settings)
+    folder = StateFolder(state_root.absolute(), config.service)
+    if detach:
+        from pdserve.detach import start_detached
+
+        arguments = [f"--set={setting}" for setting in settings]
+        arguments += ["--state-dir", str(folder.root)]
+        if file := _file(config_file):
+            arguments += ["--config", str(file.absolute())]
+        start_detached(arguments, folder, _console())
+        return
+    from pdserve.ray_environment import ray_environment
+
+    token = _new_token()
+    os.environ.update(ray_environment(is_local=config.is_local, token=token))
+    from pdserve.launch import make_plan, run_service
+
+    run_service(make_plan(config, token), folder, _console())
+
+
+@app.command()
+def down(service: Service = "pdserve", state_root: StateRoot = _STATE_ROOT) -> None:
+    """Stop a service."""
+    from pdserve.detach import stop_running
+
+    stop_running(StateFolder(state_root.absolute(), service), _console())
+
+
+@app.command()
+def status(
+    service: Service = "pdserve", as_json: AsJson = False, state_root: StateRoot = _STATE_ROOT
+) -> None:
+    """Show the workers of a service."""
+    from pdserve.client import connect
+    from pdserve.display import status_table, transfer_lines
+    from pdserve.status import status_values
+
+    state = _running(service, state_root)
+    with connect(state.controller_address, state.token) as client:
+        service_status = client.status()
+        found = {
+            entry.engine_id: client.worker_stats(entry.address)
+            for entry in service_status.membership.workers
+            if entry.address
+        }
+    stats = {name: figures for name, figures in found.items() if figures is not None}
+    if as_json:
+        print(json.dumps(status_values(state, service_status, stats), indent=2))
+        return
+    console = _console()
+    console.print(status_table(state, service_status, stats))
+    for line in transfer_lines(stats):
+        console.print(line, highlight=False)
+
+
+@app.command()
+def scale(
+    numbers: Annotated[list[str], typer.Argument(help="prefiller=N decoder=N")],
+    grace: Annotated[str, typer.Option(help="For the requests of workers that go.")] = "30s",
+    wait: Annotated[bool, typer.Option(help="Return once the numbers are reached.")] = True,
+    service: Service = "pdserve",
+    state_root: StateRoot = _STATE_ROOT,
+) -> None:
+    """Change the number of workers while serving."""
+    from pdserve.client import connect
+    from pdserve.readiness import unready
+    from pdserve.scaling import parse_numbers
+    from pdserve.units import parse_seconds
+
+    prefillers, decoders = parse_numbers(numbers)
+    try:
+        grace_s = parse_seconds(grace)
+    except ValueError as error:
+        raise ConfigError([f"--grace {grace} is not allowed: {error}"]) from None
+    state = _running(service, state_root)
+    with connect(state.controller_address, state.token) as client:
+        service_status = client.scale(prefillers=prefillers, decoders=decoders, grace_s=grace_s)
+        deadline_s = time.monotonic() + grace_s + _SCALE_TIMEOUT_S
+        while wait and (missing := unready(service_status)):
+            if time.monotonic() >= deadline_s:
+                raise PdserveError(f"still waiting for {missing}; see `pdserve status`")
+            time.sleep(0.2)
+            service_status = client.status()
+    _console().print(
+        f"prefillers {service_status.desired_prefillers}, "
+        f"decoders {service_status.desired_decoders}",
+        highlight=False,
+    )
+
+
+@app.command()
+def config(
+    config_file: ConfigFile = None,
+    model: Model = None,
+    overrides: Overrides = None,
+    insecure: Insecure = False,
+    resolved: Annotated[bool, typer.Option("--resolved", help="Fill in what is derived.")] = False,
+) -> None:
+    """Check a configuration and print it, defaults included."""
+    from pdserve.config import resolve, user_values
+    from pdserve.config_file import load_config
+    from pdserve.models import resolve_model
+
+    loaded = load_config(_file(config_file), _overrides(model, overrides, insecure))
+    if resolved:
+        loaded = resolve(loaded)
+        print(f"# model files: {resolve_model(loaded.model)}")
+    print(yaml.safe_dump(user_values(loaded), sort_keys=False), end="")
+
+
+@app.command()
+def chat(
+    message: Annotated[str | None, typer.Argument(help="Ask once; without it, a dialogue.")] = None,
+    url: Annotated[str | None, typer.Option(help="Any OpenAI API; else the service.")] = None,
+    model: Annotated[str | None, typer.Option(help="With --url.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1)] = 512,
+    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
+    service: Service = "pdserve",
+    state_root: StateRoot = _STATE_ROOT,
+) -> None:
+    """Talk to the model."""
+    from pdserve.chat import Chat, run_dialogue
+
+    base_url = url or _running(service, state_root).http_url
+    talk = Chat(
+        base_url, model=model, system=system, max_tokens=max_tokens, temperature=temperature
+    )
+    with talk:
+        if message is None:
+            run_dialogue(talk)
+            return
+        for piece in talk.ask(message):
+            print(piece, end="", flush=True)
+        print()
+
+
+def main() -> None:
+    """Run the command line; errors of ours are one message each."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        app(standalone_mode=True)
+    except ConfigError as error:
+        for problem in error.problems:
+            print(f"error: {problem}", file=sys.stderr)
+        sys.exit(2)
+    except PdserveError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _file(config_file: Path | None) -> Path | None:
+    if config_file is None and _DEFAULT_FILE.is_file():
+        return _DEFAULT_FILE
+    return config_file
+
+
+def _overrides(model: str | None, overrides: list[str] | None, insecure: bool) -> list[str]:
+    settings = list(overrides or ())
+    if model is not None:
+        settings.append(f"model={json.dumps(model)}")
+    if insecure:
+        settings.append("insecure=true")
+    return settings
+
+
+def _running(service: str, state_root: Path) -> ServiceState:
+    return StateFolder(state_root.absolute(), service).read_running()
+
+
+def _new_token() -> str:
+    return os.urandom(32).hex()
+
+
+def _console() -> Console:
+    console = Console()
+    if not console.is_terminal:
+        console.width = 160
+    return console

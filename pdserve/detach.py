@@ -1,0 +1,117 @@
+"""The supervisor in a session of its own, and its end from another terminal."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from pdserve.client import connect
+from pdserve.display import StartProgress, print_banner, start_progress
+from pdserve.errors import ServiceExists, StartFailed
+from pdserve.readiness import Interrupted, Wait, wait_for_workers
+from pdserve.state import ServiceState, StateFolder
+
+_START_TIMEOUT_S = 900.0
+_STOP_TIMEOUT_S = 20.0
+_POLL_S = 0.1
+_NUM_LOG_LINES = 15
+
+
+def start_detached(arguments: Sequence[str], folder: StateFolder, console: Console) -> None:
+    """Run `pdserve up` with `arguments` in the background; return once it is ready.
+
+    Raises: ServiceExists. StartFailed: with the end of its log. Interrupted: it was stopped again.
+    """
+    if folder.is_locked():
+        with folder.locked():  # raises, with where it is
+            raise ServiceExists(folder.service)
+    folder.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    started_s = time.monotonic()
+    with folder.log_path.open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pdserve", "up", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    stopping = threading.Event()
+    previous = signal.signal(signal.SIGINT, lambda *_: stopping.set())
+    try:
+        with start_progress(console) as progress:
+            state = _follow(process, folder, stopping, progress)
+    except Interrupted:
+        process.terminate()
+        process.wait(_STOP_TIMEOUT_S)
+        raise
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    with connect(state.controller_address, state.token) as client:
+        status = client.status()
+    numbers = (status.desired_prefillers, status.desired_decoders)
+    print_banner(console, state, numbers, time.monotonic() - started_s)
+    console.print("It runs in the background; stop it with: pdserve down", highlight=False)
+
+
+def stop_running(folder: StateFolder, console: Console) -> None:
+    """Ask the supervisor to stop and wait until it has; kill it if it does not.
+
+    Raises: ServiceNotRunning.
+    """
+    state = folder.read_running()
+    os.kill(state.pid, signal.SIGTERM)
+    deadline_s = time.monotonic() + _STOP_TIMEOUT_S
+    while folder.is_locked() or _is_alive(state.pid):
+        if time.monotonic() >= deadline_s:
+            # NOTE: Ray's processes and the proxy die with it: the kernel sees to that.
+            os.kill(state.pid, signal.SIGKILL)
+            console.print(f"it did not stop within {_STOP_TIMEOUT_S:.0f} s: killed")
+            return
+        time.sleep(_POLL_S)
+    console.print(f"service `{folder.service}` has stopped", highlight=False)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return fields[0] not in ("Z", "X")
+
+
+def _follow(
+    process: "subprocess.Popen[bytes]",
+    folder: StateFolder,
+    stopping: threading.Event,
+    progress: StartProgress,
+) -> ServiceState:
+    """Show how the start goes on, until it is over."""
+
+    def check() -> None:
+        if process.poll() is not None:
+            lines = folder.log_path.read_text(errors="replace").splitlines()
+            tail = "\n".join(lines[-_NUM_LOG_LINES:])
+            raise StartFailed(f"it ended with status {process.returncode}; its log ends:\n{tail}")
+
+    wait = Wait(stopping, time.monotonic() + _START_TIMEOUT_S, check)
+    progress.show("Ray", "starting", None)
+    while (state := folder.read()) is None or state.pid != process.pid:
+        wait.pause("the supervisor")
+    with connect(state.controller_address, state.token) as client:
+        try:
+            wait_for_workers(client, wait, progress)
+        except StartFailed:
+            # The supervisor sees the same and ends; its own words are better.
+            process.wait(_STOP_TIMEOUT_S)
+            check()
+            raise
+    while (state := folder.read()) is None or state.status != "ready":
+        wait.pause("the proxy")
+    progress.show("proxy", "ready", 1.0)
+    return state

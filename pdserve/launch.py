@@ -1,0 +1,265 @@
+"""`pdserve up`: start everything, watch over it, stop everything.
+
+lock -> proxy process ─┐
+        Ray -> controller -> workers ─┴─> ready -> supervise ... signal -> proxy, workers, Ray end
+
+The proxy and Ray start side by side: the proxy loads its tokenizer while Ray comes up.
+"""
+
+import logging
+import os
+import secrets
+import signal
+import socket
+import threading
+import time
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from rich.console import Console
+
+from pdserve.client import ControllerClient, ControllerError, connect
+from pdserve.config import ServiceConfig, proxy_config, resolve, worker_configs
+from pdserve.controller_config import ControllerConfig, RoleConfig
+from pdserve.display import StartProgress, print_banner, start_progress
+from pdserve.errors import StartFailed
+from pdserve.models import resolve_model
+from pdserve.proxy_process import Ports, ProxyProcess
+from pdserve.ray_runtime import NAMESPACE, ControllerHandle, cluster_ray, local_ray
+from pdserve.readiness import Wait, wait_for_http, wait_for_workers
+from pdserve.state import ServiceState, StateFolder, Status
+
+_START_TIMEOUT_S = 900.0
+_SUPERVISE_S = 0.2
+_CONTROLLER_CHECK_S = 5.0
+_CONTROLLER_LOST_S = 60.0
+_CONTROLLER_STOP_S = 5.0
+_PROXY_KILL_AFTER_S = 1.5
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """All that is decided before anything starts."""
+
+    config: ServiceConfig
+    model_path: Path
+    token: str
+    controller_port: int
+
+    @property
+    def controller_address(self) -> str:
+        """Where the controller serves; on this machine."""
+        return f"127.0.0.1:{self.controller_port}"
+
+
+def make_plan(config: ServiceConfig, token: str) -> Plan:
+    """Find the model and the ports.
+
+    Raises: ModelNotFound. StartFailed: a port is taken; names it.
+    """
+    config = resolve(config)
+    model_path = resolve_model(config.model)
+    for name, port in (("http_port", config.http_port), ("grpc_port", config.grpc_port)):
+        _check_port_free(config.host, name, port)
+    return Plan(config=config, model_path=model_path, token=token, controller_port=_free_port())
+
+
+def run_service(plan: Plan, folder: StateFolder, console: Console) -> None:
+    """Serve until SIGINT or SIGTERM; everything has ended when it returns or raises.
+
+    Raises: ServiceExists, StartFailed, Interrupted.
+    """
+    with folder.locked():
+        _Supervisor(plan, folder, console).run()
+
+
+@dataclass(slots=True)
+class _Supervisor:
+    plan: Plan
+    folder: StateFolder
+    console: Console
+    stopping: threading.Event = field(default_factory=threading.Event)
+    started_s: float = field(default_factory=time.monotonic)
+
+    def run(self) -> None:
+        self._handle_signals()
+        with ExitStack() as stack:
+            with start_progress(self.console) as progress:
+                client, proxy, ports = self._start(stack, progress)
+            self._banner(self._write_state("ready", ports))
+            self._supervise(client, proxy)
+            self.console.print("stopping ...")
+            self._write_state("stopping", ports)
+
+    def _start(
+        self, stack: ExitStack, progress: StartProgress
+    ) -> tuple[ControllerClient, ProxyProcess, Ports]:
+        """Start all parts; what ends them again is on the stack."""
+        log = stack.enter_context(self.folder.log_path.open("a"))
+        self._write_state("starting", Ports(self._config.http_port, self._config.grpc_port))
+        progress.show("Ray", "starting", None)
+        progress.show("proxy", "starting", None)
+        proxy = self._start_proxy(stack, log)
+        stack.enter_context(self._ray())
+        # NOTE: again: Ray installs handlers of its own.
+        self._handle_signals()
+        controller = ControllerHandle(self._controller_config())
+        stack.callback(controller.stop, _CONTROLLER_STOP_S)
+        # NOTE: the proxy ends before the workers do: running requests have its grace.
+        stack.callback(self._end_proxy, proxy)
+        client = stack.enter_context(connect(self.plan.controller_address, self.plan.token))
+        return client, proxy, self._wait_until_ready(client, proxy, progress)
+
+    @property
+    def _config(self) -> ServiceConfig:
+        return self.plan.config
+
+    def _handle_signals(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: self.stopping.set())
+
+    def _start_proxy(self, stack: ExitStack, log: IO[str]) -> ProxyProcess:
+        config = proxy_config(
+            self._config,
+            model_path=str(self.plan.model_path),
+            controller_address=self.plan.controller_address,
+            token=self.plan.token,
+        )
+        proxy = ProxyProcess(config, self.folder.path, log)
+        stack.callback(self._end_proxy, proxy)
+        proxy.start()
+        return proxy
+
+    def _end_proxy(self, proxy: ProxyProcess) -> None:
+        proxy.terminate()
+        proxy.wait(self._config.proxy.shutdown_grace_s + _PROXY_KILL_AFTER_S)
+
+    def _ray(self) -> AbstractContextManager[None]:
+        if not self._config.is_local:
+            return cluster_ray(self._config.ray.address)
+        num_cpus = len(os.sched_getaffinity(0))
+        logs = self.folder.path / "logs"
+        return local_ray(num_cpus, self._config.ray.object_store_bytes, logs)
+
+    def _controller_config(self) -> ControllerConfig:
+        config = self._config
+        desired_path = self.folder.path / "desired.json"
+        desired_path.unlink(missing_ok=True)
+        prefiller, decoder = worker_configs(
+            config, model_path=str(self.plan.model_path), token=self.plan.token
+        )
+        # NOTE: with a Ray of our own any number of workers has to fit: they share the cores.
+        is_shared = config.is_local
+        return ControllerConfig(
+            service=config.service,
+            port=self.plan.controller_port,
+            token=self.plan.token,
+            namespace=NAMESPACE,
+            worker_host="127.0.0.1" if config.is_local else "",
+            desired_path=str(desired_path),
+            stop_timeout_s=3.0,
+            prefiller=RoleConfig(
+                entry="prefiller.actor:PrefillerActor",
+                worker_json=prefiller.to_json(),
+                replicas=config.prefiller.replicas,
+                num_cpus=0 if is_shared else prefiller.num_threads,
+                num_npus=config.ray.npus_per_worker,
+            ),
+            decoder=RoleConfig(
+                entry="decoder.actor:DecoderActor",
+                worker_json=decoder.to_json(),
+                replicas=config.decoder.replicas,
+                num_cpus=0 if is_shared else decoder.num_threads,
+                num_npus=config.ray.npus_per_worker,
+            ),
+        )
+
+    def _wait_until_ready(
+        self, client: ControllerClient, proxy: ProxyProcess, progress: StartProgress
+    ) -> Ports:
+        def check() -> None:
+            if proxy.ports() is not None:
+                progress.show("proxy", "ready", 1.0)
+
+        deadline_s = time.monotonic() + _START_TIMEOUT_S
+        wait = Wait(self.stopping, deadline_s, check)
+        try:
+            wait_for_workers(client, wait, progress)
+            while (ports := proxy.ports()) is None:
+                wait.pause("the proxy")
+        except StartFailed as error:
+            raise StartFailed(f"{error}\nlogs: {self.folder.path}") from error
+        state = self._write_state("starting", ports)
+        wait_for_http(state.reachable_host, ports.http_port, wait)
+        progress.show("proxy", "ready", 1.0)
+        return ports
+
+    def _banner(self, state: ServiceState) -> None:
+        replicas = (self._config.prefiller.replicas, self._config.decoder.replicas)
+        print_banner(self.console, state, replicas, time.monotonic() - self.started_s)
+
+    def _write_state(self, status: Status, ports: Ports) -> ServiceState:
+        state = ServiceState(
+            service=self._config.service,
+            status=status,
+            pid=os.getpid(),
+            model=self._config.public_name,
+            host=self._config.host,
+            http_port=ports.http_port,
+            grpc_port=ports.grpc_port,
+            controller_address=self.plan.controller_address,
+            token=self.plan.token,
+        )
+        self.folder.write(state)
+        return state
+
+    def _supervise(self, client: ControllerClient, proxy: ProxyProcess) -> None:
+        """Until asked to stop: keep the proxy alive. Ray keeps the controller alive.
+
+        Raises: StartFailed: nobody has heard of the controller for long: Ray is gone.
+        """
+        heard_s = asked_s = time.monotonic()
+        while not self.stopping.wait(_SUPERVISE_S):
+            proxy.supervise()
+            now_s = time.monotonic()
+            if now_s - asked_s >= _CONTROLLER_CHECK_S:
+                asked_s = now_s
+                try:
+                    client.status()
+                except ControllerError as error:
+                    _log.warning("%s", error)
+                else:
+                    heard_s = now_s
+            if now_s - heard_s >= _CONTROLLER_LOST_S:
+                raise StartFailed(f"no controller for {_CONTROLLER_LOST_S:.0f} s: stopping")
+
+
+def new_token() -> str:
+    """A secret for one run of a service."""
+    return secrets.token_hex(32)
+
+
+def _check_port_free(host: str, name: str, port: int) -> None:
+    if not port:
+        return
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except OSError as error:
+            raise StartFailed(
+                f"{name} {port} on {host} cannot be used: {error.strerror}; "
+                f"stop what listens there, or choose another: --set {name}=N"
+            ) from error
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+    return port

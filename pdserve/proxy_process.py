@@ -1,0 +1,111 @@
+"""The proxy as a child process: start, restart when it dies, stop."""
+
+import json
+import logging
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO
+
+from pdserve.errors import StartFailed
+from pdserve.state import write_private
+from proxy.config import ProxyConfig
+
+_BACKOFF_MAX_S = 10.0
+_STABLE_S = 30.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """What the proxy bound."""
+
+    http_port: int
+    grpc_port: int
+
+
+class ProxyProcess:
+    """One proxy; call `supervise` every now and then, from the main thread."""
+
+    def __init__(self, config: ProxyConfig, folder: Path, log: IO[str]) -> None:
+        self._config = config
+        self._folder = folder
+        self._log_file = log
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started_s = 0.0
+        self._restart_at_s = 0.0
+        self._num_deaths = 0
+
+    def start(self) -> None:
+        """Begin; `ports` tells when it listens."""
+        self._ports_path.unlink(missing_ok=True)
+        config_path = self._folder / "proxy.json"
+        write_private(config_path, self._config.to_json())
+        command = [sys.executable, "-m", "proxy", "--config", str(config_path)]
+        command += ["--ports-file", str(self._ports_path)]
+        # NOTE: if this process is killed, the kernel ends the proxy too. A thread that ends would
+        # count as well: start it from the main thread.
+        if setpriv := shutil.which("setpriv"):
+            command = [setpriv, "--pdeathsig", "TERM", "--", *command]
+        # A session of its own: Ctrl-C is for the supervisor, which ends the proxy in order.
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log_file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._started_s = time.monotonic()
+
+    def ports(self) -> Ports | None:
+        """The bound ports, once it listens. They stay the same when it is restarted.
+
+        Raises: StartFailed: it ended instead.
+        """
+        if self._process is not None and self._process.poll() is not None:
+            raise StartFailed(f"the proxy ended with status {self._process.returncode}")
+        try:
+            values = json.loads(self._ports_path.read_text())
+        except FileNotFoundError:
+            return None
+        ports = Ports(values["http_port"], values["grpc_port"])
+        self._config = replace(self._config, http_port=ports.http_port, grpc_port=ports.grpc_port)
+        return ports
+
+    def supervise(self) -> None:
+        """Start it anew if it died; after repeated deaths with a delay."""
+        if self._process is not None:
+            if self._process.poll() is None:
+                return
+            status, self._process = self._process.returncode, None
+            now_s = time.monotonic()
+            is_stable = now_s - self._started_s >= _STABLE_S
+            self._num_deaths = 1 if is_stable else self._num_deaths + 1
+            delay_s = min(0.5 * 2.0 ** min(self._num_deaths - 1, 10), _BACKOFF_MAX_S)
+            self._restart_at_s = now_s + (0.0 if self._num_deaths == 1 else delay_s)
+            _log.warning("the proxy died with status %s", status)
+        if time.monotonic() >= self._restart_at_s:
+            self.start()
+
+    def terminate(self) -> None:
+        """Ask it to end: running requests get its grace."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until it has ended; kill it after `timeout_s`."""
+        if self._process is None:
+            return
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    @property
+    def _ports_path(self) -> Path:
+        return self._folder / "ports.json"

@@ -1,0 +1,16 @@
+"""Environment that Ray reads in every one of its processes; it has no other way to be told."""
+
+
+def ray_environment(*, is_local: bool, token: str) -> dict[str, str]:
+    """Variables to set before Ray is imported."""
+    variables = {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        # Ray would run workers at nice 15, behind whatever else the machine does.
+        "RAY_worker_niceness": "0",
+    }
+    if is_local:
+        # NOTE: Ray's ports listen on all addresses, whatever address it is given: without a
+        # token, whoever reaches this machine could run code on it.
+        variables |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+    return variables

@@ -1,0 +1,119 @@
+"""Ray around a service: an own one on this machine, or the cluster that this machine belongs to."""
+
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from pdserve.controller import ControllerActor
+from pdserve.controller_config import ControllerConfig
+from pdserve.errors import StartFailed
+
+NAMESPACE = "pdserve"
+_MAX_LOG_BYTES = 10 << 20
+
+_log = logging.getLogger(__name__)
+
+
+@contextmanager
+def local_ray(num_cpus: int, object_store_bytes: int, log_folder: Path) -> Iterator[None]:
+    """A Ray of our own on this machine; it and its files are gone afterwards, logs are kept."""
+    # NOTE: not below the state folder: the paths of Ray's sockets have to stay below 108 bytes.
+    folder = Path(tempfile.mkdtemp(prefix="pds", dir="/tmp"))
+    try:
+        with _connected(
+            address="local",
+            num_cpus=num_cpus,
+            include_dashboard=False,
+            object_store_memory=object_store_bytes,
+            _node_ip_address="127.0.0.1",
+            _temp_dir=str(folder),
+        ):
+            yield
+    finally:
+        _keep_logs(folder, log_folder)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def cluster_ray(address: str) -> Iterator[None]:
+    """The Ray cluster at `address` (auto: this machine's)."""
+    with _connected(address=address):
+        yield
+
+
+class ControllerHandle:
+    """The controller's actor."""
+
+    def __init__(self, config: ControllerConfig) -> None:
+        name = f"{config.service}-controller"
+        self._end_leftover(name)
+        # NOTE: here: proxies and the command line reach it on this machine's loopback.
+        node = NodeAffinitySchedulingStrategy(
+            node_id=ray.get_runtime_context().get_node_id(), soft=False
+        )
+        options: dict[str, Any] = {
+            "name": name,
+            "namespace": NAMESPACE,
+            "lifetime": "detached",
+            "max_restarts": -1,
+            "max_task_retries": -1,
+            "num_cpus": 0,
+            "scheduling_strategy": node,
+        }
+        self._handle: Any = ray.remote(ControllerActor).options(**options).remote(config.to_json())
+
+    def stop(self, timeout_s: float) -> None:
+        """End every worker, then the controller; bounded."""
+        _stop(self._handle, timeout_s)
+
+    @staticmethod
+    def _end_leftover(name: str) -> None:
+        """In a cluster, the controller of a supervisor that was killed still lives."""
+        try:
+            handle = ray.get_actor(name, namespace=NAMESPACE)
+        except ValueError:
+            return
+        _log.warning("ending %s of an earlier supervisor", name)
+        _stop(handle, 10.0)
+
+
+def _stop(handle: Any, timeout_s: float) -> None:
+    try:
+        ray.get(handle.stop.remote(timeout_s), timeout=timeout_s + 1.0)
+    except RayError as error:
+        _log.warning("the controller did not stop in order: %s", error)
+    ray.kill(handle, no_restart=True)
+
+
+@contextmanager
+def _connected(**options: Any) -> Iterator[None]:
+    try:
+        ray.init(
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            **options,
+        )
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        raise StartFailed(f"Ray could not start: {error}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _keep_logs(folder: Path, log_folder: Path) -> None:
+    """Save what the workers said; Ray's own logs go with its folder."""
+    shutil.rmtree(log_folder, ignore_errors=True)
+    log_folder.mkdir(parents=True)
+    for path in folder.glob("session_*/logs/worker-*"):
+        if not path.is_symlink() and 0 < path.stat().st_size <= _MAX_LOG_BYTES:
+            shutil.copy(path, log_folder / path.name)

@@ -1,0 +1,144 @@
+"""What is known of a running service, on this machine: one folder per service, owner-only.
+
+~/.pdserve/<service>/  state.json  lock  proxy.json  ports.json  desired.json  supervisor.log  logs/
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from pdserve.errors import ServiceExists, ServiceNotRunning
+
+Status = Literal["starting", "ready", "stopping"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServiceState:
+    """Written by the supervisor, read by every other command."""
+
+    service: str
+    status: Status
+    pid: int
+    """The supervisor."""
+    model: str
+    host: str
+    http_port: int
+    grpc_port: int
+    controller_address: str
+    token: str
+    """The cluster's secret: why the file is for its owner only."""
+
+    @property
+    def http_url(self) -> str:
+        """Where the OpenAI API is, as a client on this machine would write it."""
+        return f"http://{_bracketed(self.reachable_host)}:{self.http_port}"
+
+    @property
+    def grpc_address(self) -> str:
+        """Where the gRPC API is."""
+        return f"{_bracketed(self.reachable_host)}:{self.grpc_port}"
+
+    @property
+    def reachable_host(self) -> str:
+        """The host as a client on this machine reaches it."""
+        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+
+
+@dataclass(frozen=True, slots=True)
+class StateFolder:
+    """The files of one service."""
+
+    root: Path
+    service: str
+
+    @property
+    def path(self) -> Path:
+        """The folder itself."""
+        return self.root / self.service
+
+    @property
+    def log_path(self) -> Path:
+        """What a detached supervisor and the proxy say."""
+        return self.path / "supervisor.log"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Be the one supervisor of the service; the kernel drops the lock when the process dies.
+
+        Raises: ServiceExists: another one is.
+        """
+        self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with (self.path / "lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ServiceExists(self._exists_message()) from None
+            try:
+                yield
+            finally:
+                self._state_path.unlink(missing_ok=True)
+
+    def is_locked(self) -> bool:
+        """Whether a supervisor lives."""
+        try:
+            with (self.path / "lock").open("r") as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except BlockingIOError:
+            return True
+        return False
+
+    def write(self, state: ServiceState) -> None:
+        """Publish the state, at once and for its owner only."""
+        write_private(self._state_path, json.dumps(asdict(state), indent=2))
+
+    def read(self) -> ServiceState | None:
+        """The state of a living service; None while it begins, or when there is none."""
+        if not self.is_locked():
+            return None
+        try:
+            return ServiceState(**json.loads(self._state_path.read_text()))
+        except FileNotFoundError:
+            return None
+
+    def read_running(self) -> ServiceState:
+        """The state of a living service.
+
+        Raises: ServiceNotRunning: there is none.
+        """
+        state = self.read()
+        if state is None:
+            raise ServiceNotRunning(f"no service `{self.service}` runs; start it: pdserve up")
+        return state
+
+    @property
+    def _state_path(self) -> Path:
+        return self.path / "state.json"
+
+    def _exists_message(self) -> str:
+        state = self.read()
+        where = f" (pid {state.pid}, {state.http_url})" if state else ""
+        return (
+            f"service `{self.service}` runs already{where}: "
+            "stop it with `pdserve down`, or start another with --set service=NAME and other ports"
+        )
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def write_private(path: Path, text: str) -> None:
+    """Replace a file at once; only its owner may read it."""
+    partial = path.with_name(path.name + ".partial")
+    partial.unlink(missing_ok=True)
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+    partial.replace(path)
