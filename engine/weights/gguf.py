@@ -60,6 +60,8 @@ def gguf_model_config(file: GGUFFile) -> ModelConfig:
         raise UnsupportedModel(
             f"general.architecture is {architecture!r} in {file.path}, supported: {supported}"
         )
+    if (num_files := file.metadata.get("split.count", 1)) not in (0, 1):
+        raise UnsupportedModel(f"{file.path} is one of {num_files} files; merge them first")
     number = partial(_number, file, architecture)
     hidden_size, num_heads = int(number("embedding_length")), int(number("attention.head_count"))
     head_dim = int(number("attention.key_length", hidden_size // num_heads))

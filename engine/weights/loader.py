@@ -49,6 +49,12 @@ def load_weights(
     Raises: WeightsError: tensors are missing, unexpected or of another shape.
         UnsupportedModel: a format that is not built.
     """
+    _fill(path, model, progress, num_threads)
+    # NOTE: nothing refers to the plain weights any more, so each is freed as soon as it is packed.
+    pack_weights(model)
+
+
+def _fill(path: Path, model: nn.Module, progress: Progress | None, num_threads: int) -> None:
     targets = named_weights(model)
     with _open(path) as sources:
         by_name = {source.name: source for source in sources}
@@ -58,7 +64,6 @@ def load_weights(
             del by_name[name]
         _check(path, targets, by_name)
         _copy(targets, list(by_name.values()), progress, num_threads)
-    pack_weights(model)
 
 
 @contextmanager

@@ -200,9 +200,9 @@ def test_the_packaged_model_is_what_transformers_own_loader_makes_of_it() -> Non
     config = load_model_config(path)
     model = build_model(config, select_ops("reference"))
     weights = named_weights(model)
-    start = time.monotonic()
+    start = time.process_time()
     load_weights(path, model)
-    load_s = time.monotonic() - start
+    load_cpu_s = time.process_time() - start
 
     expected = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=hf_smollm2())
     read = expected["config"]
@@ -215,7 +215,7 @@ def test_the_packaged_model_is_what_transformers_own_loader_makes_of_it() -> Non
     assert weights.keys() == expected["tensors"].keys()
     for name, tensor in weights.items():
         assert torch.equal(tensor, expected["tensors"][name]), name
-    assert load_s < 10, "it takes under one second on a quiet machine"
+    assert load_cpu_s < 10, "two seconds of two threads, on a quiet machine"
 
 
 def test_another_architecture_is_refused(tmp_path: Path) -> None:
@@ -223,6 +223,16 @@ def test_another_architecture_is_refused(tmp_path: Path) -> None:
     with gguf_writer(path, "mamba") as writer:
         writer.add_tensor("token_embd.weight", np.zeros((4, 4), np.float32))
     with pytest.raises(UnsupportedModel, match=r"'mamba' .*supported: .*llama"):
+        load_model_config(path)
+
+
+def test_a_split_model_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tiny-00001-of-00002.gguf"
+    with gguf_writer(path) as writer:
+        write_metadata(writer, tiny_hf_llama())
+        writer.add_uint16("split.count", 2)
+        writer.add_tensor("token_embd.weight", np.zeros((96, 64), np.float32))
+    with pytest.raises(UnsupportedModel, match="one of 2 files"):
         load_model_config(path)
 
 
