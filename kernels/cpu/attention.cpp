@@ -26,11 +26,10 @@ namespace pdserve {
 namespace {
 
 constexpr int64_t kTileKeys = 128;
-constexpr int64_t kBlockRows = 48;     // rows whose scores are held at once: 24 KB
-constexpr int64_t kMaxSplitRows = 48;  // up to here an item is a single key tile
-constexpr int64_t kMaxItemRows = 192;  // rows that share one transposed key tile
-constexpr int64_t kMinRunForInPlace =
-    8;  // smaller blocks are copied together before the product with V
+constexpr int64_t kBlockRows = 48;        // rows whose scores are held at once: 24 KB
+constexpr int64_t kMaxSplitRows = 48;     // up to here an item is a single key tile
+constexpr int64_t kMaxItemRows = 192;     // rows that share one transposed key tile
+constexpr int64_t kMinRunForInPlace = 8;  // smaller blocks are copied together before P V
 
 struct Item {
   int64_t seq, kv_head, first_query, num_queries, first_tile, num_tiles;
@@ -47,11 +46,18 @@ class Attention {
 
   void run() {
     plan();
-    parallel_dynamic(static_cast<int64_t>(items_.size()), 1, [&](int64_t begin, int64_t end) {
+    const auto num_items = static_cast<int64_t>(items_.size());
+    const auto num_folds = static_cast<int64_t>(folds_.size());
+    // Tiles of decode rows are all alike, and a run of them on one thread can prefetch its next
+    // one.
+    const int64_t chunk =
+        has_whole_items_ ? 1 : std::clamp<int64_t>(num_items / (8 * at::get_num_threads()), 1, 16);
+    parallel_dynamic(num_items, chunk, [&](int64_t begin, int64_t end) {
       Scratch scratch(*this);
-      for (int64_t i = begin; i < end; ++i) compute(items_[i], scratch);
+      for (int64_t i = begin; i < end; ++i)
+        compute(items_[i], i + 1 < end ? &items_[i + 1] : nullptr, scratch);
     });
-    parallel_dynamic(static_cast<int64_t>(folds_.size()), 8, [&](int64_t begin, int64_t end) {
+    parallel_dynamic(num_folds, 8, [&](int64_t begin, int64_t end) {
       Scratch scratch(*this);
       for (int64_t i = begin; i < end; ++i) fold(folds_[i], scratch);
     });
@@ -59,11 +65,14 @@ class Attention {
 
  private:
   struct Scratch {
-    explicit Scratch(const Attention& a)
-        : floats(new float[a.dim_ * (2 * kMaxRows(a) + kBlockRows + 2 * kTileKeys) +
-                           kBlockRows * kTileKeys + 4 * kMaxRows(a)]) {
-      const int64_t rows = kMaxRows(a);
-      q = floats.get();
+    explicit Scratch(const Attention& a) {
+      // NOTE: kept for the life of the thread; a fresh one would be paged in anew in every layer.
+      thread_local std::vector<float> floats;
+      const int64_t rows = std::max(kMaxItemRows, a.group_);
+      const int64_t wanted =
+          a.dim_ * (2 * rows + kBlockRows + 2 * kTileKeys) + kBlockRows * kTileKeys + 4 * rows;
+      if (static_cast<int64_t>(floats.size()) < wanted) floats.resize(wanted);
+      q = floats.data();
       out = q + rows * a.dim_;
       partial = out + rows * a.dim_;
       keys = partial + kBlockRows * a.dim_;
@@ -74,9 +83,7 @@ class Attention {
       tile_max = sum + rows;
       tile_sum = tile_max + rows;
     }
-    static int64_t kMaxRows(const Attention& a) { return std::max(kMaxItemRows, a.group_); }
 
-    std::unique_ptr<float[]> floats;
     float *q, *out, *partial, *keys, *values, *scores, *max, *sum, *tile_max, *tile_sum;
   };
 
@@ -110,7 +117,7 @@ class Attention {
       else
         plan_whole(seq, item_queries);
     }
-    std::sort(items_.begin(), items_.end(), [](const Item& a, const Item& b) {
+    std::stable_sort(items_.begin(), items_.end(), [](const Item& a, const Item& b) {
       return a.num_queries * a.num_tiles > b.num_queries * b.num_tiles;  // the longest first
     });
   }
@@ -134,6 +141,7 @@ class Attention {
 
   void plan_whole(int64_t seq, int64_t item_queries) {
     const int64_t queries = query_len(seq);
+    has_whole_items_ = true;
     for (int64_t head = 0; head < args_.num_kv_heads; ++head) {
       for (int64_t first = 0; first < queries; first += item_queries) {
         const int64_t count = std::min(item_queries, queries - first);
@@ -143,7 +151,7 @@ class Attention {
     }
   }
 
-  void compute(const Item& item, Scratch& s) const {
+  void compute(const Item& item, const Item* next_item, Scratch& s) const {
     const int64_t rows = item.num_queries * group_;
     load_queries(item, s.q);
     if (!item.partials) reset(rows, s);
@@ -152,14 +160,34 @@ class Attention {
       const int64_t num_keys =
           std::min(kTileKeys, limit(item.seq, item.first_query + item.num_queries - 1) - first_key);
       load_keys(item, first_key, num_keys, s.keys);
-      for (int64_t row = 0; row < rows; row += kBlockRows)
-        compute_block(item, first_key, row, std::min(kBlockRows, rows - row), s);
+      const bool is_last = tile + 1 == item.first_tile + item.num_tiles;
+      Following next{is_last ? next_item : &item, 0};
+      if (next.item) next.first_key = (is_last ? next.item->first_tile : tile + 1) * kTileKeys;
+      for (int64_t row = 0; row < rows; row += kBlockRows) {
+        compute_block(item, first_key, row, std::min(kBlockRows, rows - row), next, s);
+        next.item = nullptr;
+      }
     }
     if (!item.partials) store(item, s);
   }
 
-  // One key tile for up to kBlockRows rows.
-  void compute_block(const Item& item, int64_t first_key, int64_t row, int64_t rows,
+  // The key tile after this one, to be prefetched; no item: none.
+  struct Following {
+    const Item* item;
+    int64_t first_key;
+  };
+
+  // Where a tile's rows [key, ...) lie in a cache, if there are any.
+  const char* address(const Item& item, const float* cache, int64_t key) const {
+    if (key >= args_.context_lens[item.seq]) return nullptr;
+    const float* rows;
+    find_run(item, cache, key, 1, rows);
+    return reinterpret_cast<const char*>(rows);
+  }
+
+  // One key tile for up to kBlockRows rows. Values are prefetched during the product with the keys,
+  // the next tile's keys during the product with the values.
+  void compute_block(const Item& item, int64_t first_key, int64_t row, int64_t rows, Following next,
                      Scratch& s) const {
     const int64_t last_query = item.first_query + (row + rows - 1) / group_;
     const int64_t num_keys = std::min(kTileKeys, limit(item.seq, last_query) - first_key);
@@ -169,14 +197,15 @@ class Attention {
     }
     for (int64_t key = 0; key < num_keys; key += kTileCols)
       multiply_rows<kTileVecs>({s.q + row * dim_, dim_, s.keys + key * args_.head_dim, kTileCols,
-                                args_.head_dim, nullptr, 0, s.scores + key, kTileKeys},
+                                args_.head_dim, nullptr, 0, s.scores + key, kTileKeys,
+                                row == 0 ? address(item, args_.v_cache, first_key + key) : nullptr},
                                rows);
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t query = item.first_query + (row + r) / group_;
       softmax(s.scores + r * kTileKeys, limit(item.seq, query) - first_key, num_keys, s.tile_max[r],
               s.tile_sum[r]);
     }
-    weigh_values(item, first_key, num_keys, rows, s);
+    weigh_values(item, first_key, num_keys, rows, next, s);
     for (int64_t r = 0; r < rows; ++r) {
       const float* partial = s.partial + r * dim_;
       if (item.partials) {
@@ -258,7 +287,7 @@ class Attention {
 
   // partial[rows, dim_] = scores[rows, num_keys] V; V in place where blocks are long enough.
   void weigh_values(const Item& item, int64_t first_key, int64_t num_keys, int64_t rows,
-                    Scratch& s) const {
+                    Following next, Scratch& s) const {
     const int64_t head_dim = args_.head_dim;
     const bool in_place = run_ >= kMinRunForInPlace && head_dim == dim_;
     for (int64_t key = 0; key < num_keys;) {
@@ -266,7 +295,8 @@ class Attention {
       const int64_t run = find_run(item, args_.v_cache, first_key + key, num_keys - key, values);
       if (in_place) {
         multiply({s.scores + key, kTileKeys, values, head_dim, run, key ? s.partial : nullptr, dim_,
-                  s.partial, dim_},
+                  s.partial, dim_,
+                  next.item ? address(*next.item, args_.k_cache, next.first_key + key) : nullptr},
                  rows, dim_);
       } else {
         for (int64_t i = 0; i < run; ++i) {
@@ -316,7 +346,7 @@ class Attention {
     for (int64_t row = 0; row < item.num_queries * group_; ++row) {
       const int64_t head = item.kv_head * group_ + row % group_;
       float* to = args_.out + ((first + row / group_) * args_.num_heads + head) * args_.head_dim;
-      const float norm = s.sum[row] > 0.f ? 1.f / s.sum[row] : 0.f;
+      const float norm = s.sum[row] == 0.f ? 0.f : 1.f / s.sum[row];
       for (int64_t d = 0; d < args_.head_dim; ++d) to[d] = s.out[row * dim_ + d] * norm;
     }
   }
@@ -325,6 +355,7 @@ class Attention {
   const int64_t group_;  // query heads per KV head
   const int64_t dim_;    // head_dim padded to whole vectors
   const int64_t run_;    // keys that may lie one after the other
+  bool has_whole_items_ = false;
   std::vector<Item> items_;
   std::vector<Item> folds_;
   std::unique_ptr<float[]> workspace_;

@@ -49,6 +49,7 @@ void multiply_tile(const Product& product, int64_t prefetch_step) {
   const char* next_b = p.next_b;
   for (int64_t k = 0; k < p.depth; ++k, b += p.ld_b, next_b += prefetch_step) {
     __builtin_prefetch(next_b);
+    if constexpr (Vecs * sizeof(Register) > 64) __builtin_prefetch(next_b + 64);
     c10::ForcedUnroll<Rows * Vecs>{}(multiply_add, p.a + k, b);
   }
   c10::ForcedUnroll<Rows * Vecs>{}(store);
@@ -68,7 +69,7 @@ void multiply_rows(Product p, int64_t rows) {
   const int64_t num_tiles = ceil_div<int64_t>(rows, kTileRows);
   // Each tile fetches its share. Without anything to fetch it touches what it reads anyway: an
   // unmapped address would cost a walk through the page tables each time.
-  const int64_t step = p.next_b ? kTileCols * static_cast<int64_t>(sizeof(float)) / num_tiles : 0;
+  const int64_t step = p.next_b ? Vecs * static_cast<int64_t>(sizeof(Register)) / num_tiles : 0;
   if (!p.next_b) p.next_b = reinterpret_cast<const char*>(p.b);
   for (int64_t left = num_tiles; left > 0; --left) {
     // Even tiles: 7 + 6 rows keep more FMAs in flight than 12 + 1.
@@ -86,6 +87,7 @@ void multiply_rows(Product p, int64_t rows) {
 inline void multiply(Product p, int64_t rows, int64_t cols) {
   for (; cols >= kTileCols; cols -= kTileCols) {
     multiply_rows<kTileVecs>(p, rows);
+    if (p.next_b) p.next_b += kTileCols * sizeof(float) * p.depth;
     p.b += kTileCols;
     p.c += kTileCols;
     if (p.init) p.init += kTileCols;
