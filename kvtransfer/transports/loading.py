@@ -59,7 +59,8 @@ def load_transports(config: KVTransferConfig, memory: KVMemory) -> LoadedTranspo
             transports.append(transport)
     if not transports:
         raise TransportUnavailable("; ".join(reasons))
-    logger.info(
+    logger.log(
+        logging.WARNING if reasons else logging.INFO,
         "KV transports: %s (config %s)%s",
         ", ".join(transport.name for transport in transports),
         config.transport,

@@ -148,8 +148,6 @@ def test_a_reader_killed_in_a_transfer_fails_it_in_time(transport: str) -> None:
         transfer.push(1, [BlockCopy(1, 0), BlockCopy(2, 1)])
         assert not writer.next_result().ok
         assert time.monotonic() - start_s < CONFIG.progress_timeout_s + 1.5
-    with remote_reader(transport) as reader, local_writer(transport) as writer:
-        assert writer.send(K, reader.expect(K, [1]), [1]).ok
 
 
 def test_a_paused_reader_keeps_its_blocks_until_what_is_on_the_way_has_landed() -> None:
