@@ -23,7 +23,7 @@ import grpc
 import httpx
 
 from engine.worker.config import WorkerConfig
-from protos import worker_pb2, worker_pb2_grpc
+from protos import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from proxy.config import ProxyConfig
 
 ROOT = Path(__file__).parents[2]
@@ -282,6 +282,17 @@ class Service:
         reply = httpx.post(f"{self.url}/v1/completions", json=body, timeout=300)
         assert reply.status_code == 200, reply.text
         return reply.json()
+
+    def generate(self, token_ids: list[int], **options: Any) -> list[int]:
+        """Greedy output tokens, by the gRPC API."""
+        request = inference_pb2.GenerateRequest(
+            model=self.model_name,
+            token_ids=inference_pb2.TokenIds(ids=token_ids),
+            options=inference_pb2.GenerationOptions(temperature=0, **options),
+        )
+        with grpc.insecure_channel(self.grpc_address) as channel:
+            reply = inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=300)
+        return list(reply.choices[0].token_ids)
 
     def held(self) -> dict[str, tuple[int, int]]:
         """Per live worker: (blocks held, leases) where either is not zero."""

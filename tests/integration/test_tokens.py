@@ -1,71 +1,78 @@
-"""The tokens that come out of the whole service are those of one process."""
+"""The tokens that come out of the whole service are those of transformers."""
 
 import asyncio
-import random
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.integration.service import Service
-from tests.oracle import hf_greedy
+from tests.oracle import assert_hf_greedy, story
 
 pytestmark = pytest.mark.multiprocess
 
-_LENGTHS = (1, 31, 32, 33, 64, 100, 500)
+_LENGTHS = (1, 31, 32, 33, 500, 64, 65, 100, 200)
 _NUM_TOKENS = 64
-
-
-def _prompts(count: int, lengths: tuple[int, ...] = _LENGTHS) -> list[list[int]]:
-    """Varied text-like prompts of the packaged model: random walks over common tokens."""
-    generator = random.Random(5)
-    return [
-        [generator.randrange(200, 20_000) for _ in range(lengths[i % len(lengths)])]
-        for i in range(count)
-    ]
+_Outputs = list[list[int]]
 
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    return _prompts(21)
-
-
-@pytest.fixture(scope="module")
-def expected(prompts: list[list[int]]) -> list[list[int]]:
-    return [hf_greedy(prompt, _NUM_TOKENS) for prompt in prompts]
+    short = [story(_LENGTHS[i % len(_LENGTHS)], seed=i) for i in range(20)]
+    return [*short, story(3000, seed=99)]
 
 
 def _tokens(service: Service, prompt: list[int]) -> list[int]:
-    reply = service.complete(prompt, max_tokens=_NUM_TOKENS, ignore_eos=True, return_token_ids=True)
-    return reply["choices"][0]["token_ids"]
+    return service.generate(prompt, max_tokens=_NUM_TOKENS, ignore_eos=True)
 
 
-async def _all_tokens(service: Service, prompts: list[list[int]]) -> list[list[int]]:
+async def _all_tokens(service: Service, prompts: list[list[int]]) -> _Outputs:
     return list(await asyncio.gather(*(asyncio.to_thread(_tokens, service, p) for p in prompts)))
 
 
-@pytest.fixture(scope="module", params=["mooncake", "memory"])
-def service(packaged_model: Path, request: pytest.FixtureRequest) -> Iterator[Service]:
-    transfer = {"transport": request.param}
-    with Service(packaged_model, worker={"transfer": transfer}) as running:
-        yield running
-
-
-async def test_batched_service_tokens_equal_transformers(
-    service: Service, prompts: list[list[int]], expected: list[list[int]]
-) -> None:
-    assert await _all_tokens(service, prompts) == expected
-    assert await _all_tokens(service, prompts) == expected, "with a warm prefix cache"
-    service.assert_idle()
-
-
-async def test_tokens_survive_a_pool_so_small_that_requests_are_preempted(
-    packaged_model: Path, prompts: list[list[int]], expected: list[list[int]]
-) -> None:
-    with Service(
-        packaged_model, worker={"num_blocks": 24, "max_num_batched_tokens": 64}
-    ) as service:
-        assert await _all_tokens(service, prompts) == expected
-        (decoder,) = service.of_role("decoder")
-        assert decoder.stats().num_preemptions > 0
+@pytest.fixture(scope="module")
+def expected(prompts: list[list[int]], packaged_model: Path) -> _Outputs:
+    """Tokens of the service over Mooncake, checked against transformers one by one."""
+    with Service(packaged_model, worker={"transfer": {"transport": "mooncake"}}) as service:
+        outputs = asyncio.run(_all_tokens(service, prompts))
+        cached = asyncio.run(_all_tokens(service, prompts))
+        alone = [_tokens(service, prompt) for prompt in prompts[:5]]
         service.assert_idle()
+        (prefiller,) = service.of_role("prefiller")
+        (peer,) = prefiller.stats().transfers
+        assert peer.transport == "mooncake"
+        assert peer.num_transfers >= len(prompts)
+    assert cached == outputs, "a warm prefix cache changed tokens"
+    assert alone == outputs[:5], "batching changed tokens"
+    return outputs
+
+
+@pytest.mark.timeout(600)
+def test_disaggregated_tokens_equal_transformers(
+    prompts: list[list[int]], expected: _Outputs
+) -> None:
+    for prompt, output in zip(prompts, expected, strict=True):
+        assert_hf_greedy(prompt, output)
+
+
+@pytest.mark.parametrize(
+    "worker",
+    [
+        pytest.param({"transfer": {"transport": "memory"}}, id="memory"),
+        pytest.param({"num_blocks": 20, "max_num_batched_tokens": 64}, id="tiny pool"),
+    ],
+)
+async def test_tokens_are_the_same_by_any_way(
+    packaged_model: Path,
+    prompts: list[list[int]],
+    expected: _Outputs,
+    worker: dict[str, Any],
+) -> None:
+    few = [i for i, prompt in enumerate(prompts) if len(prompt) <= 200]
+    with Service(packaged_model, worker=worker) as service:
+        outputs = await _all_tokens(service, [prompts[i] for i in few])
+        (decoder,) = service.of_role("decoder")
+        if "num_blocks" in worker:
+            assert decoder.stats().num_preemptions > 0
+        service.assert_idle()
+    assert outputs == [expected[i] for i in few]
