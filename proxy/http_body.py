@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import orjson
 from starlette.requests import Request
@@ -53,15 +54,38 @@ async def _read(receive: Receive, max_bytes: int) -> bytes:
     return b"".join(chunks)
 
 
+@dataclass(slots=True)
+class WriteWatch:
+    """When the write that is in progress began; None between writes."""
+
+    began_s: float | None = None
+
+
 @asynccontextmanager
-async def cancel_on_disconnect(receive: Receive) -> AsyncIterator[None]:
+async def cancel_on_disconnect(receive: Receive, timeout_s: float) -> AsyncIterator[WriteWatch]:
     """Cancel the block when the client closes its connection; the body must have been read.
+
+    The block notes its writes in the WriteWatch; one that lasts `timeout_s` is a client that does
+    not read. (A timer for each write would cost more than the write.)
 
     Raises: ClientDisconnected: instead of the cancellation.
     """
     task = asyncio.current_task()
     assert task is not None
+    loop = asyncio.get_running_loop()
     is_gone = False
+    writes = WriteWatch()
+    timer: asyncio.TimerHandle | None = None
+
+    def check_writes() -> None:
+        nonlocal is_gone, timer
+        if writes.began_s is not None and loop.time() - writes.began_s >= timeout_s:
+            is_gone = True
+            task.cancel()
+        else:
+            timer = loop.call_later(timeout_s / 4, check_writes)
+
+    check_writes()
 
     async def watch() -> None:
         nonlocal is_gone
@@ -72,7 +96,7 @@ async def cancel_on_disconnect(receive: Receive) -> AsyncIterator[None]:
 
     watcher = asyncio.create_task(watch())
     try:
-        yield
+        yield writes
         if is_gone:
             # The cancellation is on its way to the next await; take it here.
             await asyncio.sleep(0)
@@ -81,4 +105,6 @@ async def cancel_on_disconnect(receive: Receive) -> AsyncIterator[None]:
             raise ClientDisconnected from None
         raise
     finally:
+        if timer is not None:
+            timer.cancel()
         watcher.cancel()

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from proxy.choice import Delta
 from proxy.errors import ClientDisconnected, InternalError, ProxyError
 from proxy.generation import Usage
-from proxy.http_body import cancel_on_disconnect
+from proxy.http_body import WriteWatch, cancel_on_disconnect
 from proxy.openai_responses import ChoiceResult, ResponseFormat, usage_body
 from proxy.request import GenerationRequest, Progress
 from proxy.service import Service
@@ -60,17 +60,18 @@ class GenerationResponse:
         progress = Progress()
         error: BaseException | None = None
         try:
-            async with cancel_on_disconnect(receive):
+            timeout_s = self._service.config.client_write_timeout_s
+            async with cancel_on_disconnect(receive, timeout_s) as writes:
                 if self._is_stream:
                     async with self._service.open(self._request, progress) as deltas:
-                        await self._stream(deltas, send)
+                        await self._stream(deltas, send, writes)
                 else:
                     async with self._service.open(self._request, progress) as deltas:
                         body = await self._gather(deltas)
             # NOTE: the last bytes go out when nothing can be cancelled any more: the server
             # reports a finished response as a disconnect.
             if self._is_stream:
-                await self._write(send, self._ending(), more_body=False)
+                await self._write_last(send, self._ending())
             else:
                 await send_json(send, 200, body, [_request_id(self._request)])
         except ProxyError as failure:
@@ -95,7 +96,10 @@ class GenerationResponse:
             self._usage.add(delta, self._request)
         return self._format.response(choices, self._usage)
 
-    async def _stream(self, deltas: AsyncGenerator[Delta, None], send: Send) -> None:
+    async def _stream(
+        self, deltas: AsyncGenerator[Delta, None], send: Send, writes: WriteWatch
+    ) -> None:
+        loop = asyncio.get_running_loop()
         opened: set[int] = set()
         async for delta in deltas:
             self._usage.add(delta, self._request)
@@ -107,8 +111,15 @@ class GenerationResponse:
                     events = self._event(opening)
             if delta.text or delta.logprobs or delta.finish_reason is not None:
                 events += self._event(self._format.chunk(delta))
-            if events:
-                await self._write(send, events)
+            if not events:
+                continue
+            writes.began_s = loop.time()
+            if not self._has_started:
+                self._has_started = True
+                headers = [*_SSE_HEADERS, _request_id(self._request)]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": events, "more_body": True})
+            writes.began_s = None
 
     def _event(self, chunk: dict[str, Any]) -> bytes:
         if self._continuous_usage:
@@ -123,18 +134,14 @@ class GenerationResponse:
         chunk = {**self._format.last_chunk(), "usage": usage_body(self._usage)}
         return b"data: " + orjson.dumps(chunk) + b"\n\n" + _DONE
 
-    async def _write(self, send: Send, data: bytes, *, more_body: bool = True) -> None:
-        """Send stream bytes, with the headers before the first ones.
+    async def _write_last(self, send: Send, data: bytes) -> None:
+        """End a stream that has begun.
 
         Raises: ClientDisconnected: the client took nothing for client_write_timeout_s.
         """
         try:
             async with asyncio.timeout(self._service.config.client_write_timeout_s):
-                if not self._has_started:
-                    self._has_started = True
-                    headers = [*_SSE_HEADERS, _request_id(self._request)]
-                    await send({"type": "http.response.start", "status": 200, "headers": headers})
-                await send({"type": "http.response.body", "body": data, "more_body": more_body})
+                await send({"type": "http.response.body", "body": data})
         except TimeoutError:
             raise ClientDisconnected("the client reads too slowly") from None
 
@@ -144,7 +151,7 @@ class GenerationResponse:
             return
         event = b"data: " + orjson.dumps(error.body()) + b"\n\n"
         try:
-            await self._write(send, event, more_body=False)
+            await self._write_last(send, event)
         except ClientDisconnected:
             return
 

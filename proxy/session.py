@@ -104,6 +104,8 @@ class Call:
     is_over: bool = False
     """The worker ended it by itself: nothing to cancel."""
     closed_s: float = 0.0
+    is_active: bool = True
+    """Counted in the session's num_active."""
 
     def send(self, message: worker_pb2.ProxyMessage) -> None:
         """Queue a message to the worker; lost if the session broke (the inbox knows)."""
@@ -136,13 +138,21 @@ class Inbox:
         Raises: TimeoutError: when the loop's clock passes `deadline_s` first.
         """
         if not self._messages:
-            self._waiter = asyncio.get_running_loop().create_future()
+            loop = asyncio.get_running_loop()
+            self._waiter = loop.create_future()
+            # Cheaper than asyncio.timeout, which shows at one call for every token.
+            timer = loop.call_at(deadline_s, _expire, self._waiter)
             try:
-                async with asyncio.timeout_at(deadline_s):
-                    await self._waiter
+                await self._waiter
             finally:
+                timer.cancel()
                 self._waiter = None
         return self._messages.popleft()
+
+
+def _expire(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_exception(TimeoutError())
 
 
 @dataclass(slots=True)
@@ -170,6 +180,8 @@ class WorkerSession:
     is_broken: bool = False
     pending_tokens: int = 0
     """Prompt tokens sent and not yet answered with a first token."""
+    num_active: int = 0
+    """Calls that still want something from the worker."""
     _calls: dict[Key, Call] = field(default_factory=dict)
     _outgoing: asyncio.Queue[worker_pb2.ProxyMessage] = field(
         default_factory=lambda: asyncio.Queue(_MAX_QUEUED_MESSAGES)
@@ -180,13 +192,6 @@ class WorkerSession:
     def is_usable(self) -> bool:
         """Greeted and not broken."""
         return self.hello is not None and not self.is_broken
-
-    @property
-    def num_active(self) -> int:
-        """Calls that still want something from the worker."""
-        return sum(
-            1 for call in self._calls.values() if call.state is CallState.OPEN and not call.is_over
-        )
 
     @property
     def num_pending_release(self) -> int:
@@ -208,6 +213,7 @@ class WorkerSession:
             yield call
             return
         self.pending_tokens += pending_tokens
+        self.num_active += 1
         self._calls[key] = call
         try:
             yield call
@@ -218,6 +224,7 @@ class WorkerSession:
         """Stop listening to a call whose worker will finish by itself."""
         if call.state is CallState.OPEN:
             call.state = CallState.DETACHED
+            self._deactivate(call)
             call.closed_s = asyncio.get_running_loop().time()
 
     def settle(self, call: Call) -> None:
@@ -234,8 +241,13 @@ class WorkerSession:
         except asyncio.QueueFull:
             self._broke.set()
 
+    def _deactivate(self, call: Call) -> None:
+        self.num_active -= call.is_active
+        call.is_active = False
+
     def _close(self, call: Call) -> None:
         self.settle(call)
+        self._deactivate(call)
         if call.state is not CallState.OPEN:
             return
         call.state = CallState.CLOSED
@@ -363,6 +375,7 @@ class WorkerSession:
         if is_over and not call.is_over:
             call.is_over = True
             call.closed_s = asyncio.get_running_loop().time()
+            self._deactivate(call)
         if call.state is CallState.OPEN:
             call.inbox.put(call, message)
         elif call.state is CallState.CLOSED and not is_over:
@@ -386,6 +399,7 @@ class WorkerSession:
         calls, self._calls = self._calls, {}
         for call in calls.values():
             self.settle(call)
+            self._deactivate(call)
             if call.state is CallState.OPEN:
                 call.is_over = True
                 call.inbox.put(call, SessionLost(reason))

@@ -97,9 +97,12 @@ class WorkerPool:
     def max_model_len(self) -> int:
         """Smallest context among connected decoders; 0 when none is connected."""
         lengths = [
-            worker.max_model_len
-            for worker in self.snapshots()
-            if worker.role == worker_pb2.ROLE_DECODER and worker.max_model_len
+            hello.max_model_len
+            for link in self.links.values()
+            if link.session.is_usable
+            and (hello := link.session.hello) is not None
+            and hello.role == worker_pb2.ROLE_DECODER
+            and hello.max_model_len
         ]
         return min(lengths, default=0)
 
