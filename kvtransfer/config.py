@@ -14,8 +14,8 @@ class KVTransferConfig:
 
     transport: Literal["auto", "memory", "mooncake"] = "auto"
     """auto: the first of auto_order that both ends can load and that reaches the peer."""
-    auto_order: tuple[Literal["memory", "mooncake"], ...] = ("memory", "mooncake")
-    """Fastest first: on one host a copy through shared memory beats Mooncake over loopback TCP."""
+    auto_order: tuple[Literal["memory", "mooncake"], ...] = ("mooncake", "memory")
+    """The path of production first, also on one host; shared memory where Mooncake cannot load."""
     host: str = "127.0.0.1"
     """Address of this host that peers reach; the Mooncake engine announces it."""
     mooncake_protocol: Literal["tcp", "rdma", "ascend"] = "tcp"
