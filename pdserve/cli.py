@@ -18,6 +18,7 @@ from rich.console import Console
 
 from pdserve.errors import ConfigError, PdserveError
 from pdserve.state import ServiceState, StateFolder
+from pdserve.units import parse_seconds
 
 app = typer.Typer(
     add_completion=False,
@@ -126,13 +127,9 @@ def scale(
     from pdserve.client import connect
     from pdserve.readiness import unready
     from pdserve.scaling import parse_numbers
-    from pdserve.units import parse_seconds
 
     prefillers, decoders = parse_numbers(numbers)
-    try:
-        grace_s = parse_seconds(grace)
-    except ValueError as error:
-        raise ConfigError([f"--grace {grace} is not allowed: {error}"]) from None
+    grace_s = _seconds("--grace", grace)
     state = _running(service, state_root)
     with connect(state.controller_address, state.token) as client:
         service_status = client.scale(prefillers=prefillers, decoders=decoders, grace_s=grace_s)
@@ -196,6 +193,75 @@ def chat(
         print()
 
 
+@app.command()
+def bench(
+    url: Annotated[str | None, typer.Option(help="Any OpenAI API; else the service.")] = None,
+    model: Annotated[str | None, typer.Option(help="With --url.")] = None,
+    num_requests: Annotated[int, typer.Option("-n", "--num-requests", min=1)] = 64,
+    concurrency: Annotated[int, typer.Option(min=1, help="Clients of a closed loop.")] = 8,
+    rate: Annotated[
+        float | None, typer.Option(min=0.001, help="Instead: Poisson arrivals per second.")
+    ] = None,
+    input_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    output_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    shared_prefix: Annotated[int, typer.Option(min=0, help="Input tokens in common.")] = 0,
+    text: Annotated[bool, typer.Option("--text", help="Send text, not token ids.")] = False,
+    vocab_size: Annotated[int, typer.Option(min=1000)] = 30_000,
+    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
+    seed: int = 0,
+    warmup: Annotated[int, typer.Option(min=0, help="Requests that are not counted.")] = 2,
+    timeout: Annotated[str, typer.Option(help="For one request.")] = "600s",
+    slo_ttft: Annotated[str | None, typer.Option(help="For goodput, such as 2s.")] = None,
+    slo_tpot: Annotated[str | None, typer.Option(help="For goodput, such as 200ms.")] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="Sent as a bearer token.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", help="JSON file, - for stdout.")] = None,
+    service: Service = "pdserve",
+    state_root: StateRoot = _STATE_ROOT,
+) -> None:
+    """Measure a server under load: TTFT, TPOT, ITL, throughput, goodput."""
+    import asyncio
+
+    from pdserve.load import LoadConfig, run_load
+    from pdserve.load_report import report_table, summarize
+
+    if url is None:
+        state = _running(service, state_root)
+        url, model = state.http_url, state.model
+    if model is None:
+        raise ConfigError(["--model: needed with --url"])
+    load = LoadConfig(
+        url=url,
+        model=model,
+        num_requests=num_requests,
+        concurrency=concurrency if rate is None else None,
+        rate=rate,
+        input_tokens=input_tokens,
+        output_tokens=output_tokens,
+        shared_prefix_tokens=shared_prefix,
+        prompt_kind="text" if text else "tokens",
+        vocab_size=vocab_size,
+        temperature=temperature,
+        seed=seed,
+        warmup_requests=warmup,
+        timeout_s=_seconds("--timeout", timeout),
+        api_key=api_key_file.read_text().strip() if api_key_file else None,
+    )
+    summary = summarize(
+        load,
+        asyncio.run(run_load(load)),
+        slo_ttft_s=_seconds("--slo-ttft", slo_ttft) if slo_ttft else None,
+        slo_tpot_s=_seconds("--slo-tpot", slo_tpot) if slo_tpot else None,
+    )
+    if output == Path("-"):
+        print(json.dumps(summary, indent=2))
+        return
+    if output is not None:
+        output.write_text(json.dumps(summary, indent=2) + "\n")
+    _console().print(report_table(summary))
+    for message, number in summary["errors"].items():
+        _console().print(f"{number} x {message}", highlight=False, markup=False)
+
+
 def main() -> None:
     """Run the command line; errors of ours are one message each."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
@@ -223,6 +289,13 @@ def _overrides(model: str | None, overrides: list[str] | None, insecure: bool) -
     if insecure:
         settings.append("insecure=true")
     return settings
+
+
+def _seconds(option: str, text: str) -> float:
+    try:
+        return parse_seconds(text)
+    except ValueError as error:
+        raise ConfigError([f"{option} {text} is not allowed: {error}"]) from None
 
 
 def _running(service: str, state_root: Path) -> ServiceState:

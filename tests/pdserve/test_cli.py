@@ -1,0 +1,74 @@
+"""The command line without a service: messages and exit codes."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from pdserve.cli import app
+from pdserve.errors import ConfigError, ServiceNotRunning
+from pdserve.scaling import parse_numbers
+
+
+def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "pdserve", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_config_prints_what_it_would_read_again(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["config", "--set", "decoder.replicas=3", "--resolved"])
+    assert result.exit_code == 0, result.output
+    path = tmp_path / "again.yaml"
+    path.write_text(result.output)
+    again = CliRunner().invoke(app, ["config", "-c", str(path), "--resolved"])
+    assert again.output == result.output
+    assert yaml.safe_load(result.output)["decoder"]["replicas"] == 3
+
+
+def test_a_wrong_configuration_ends_with_status_2_and_one_line_per_problem() -> None:
+    result = run("up", "--set", "http_prot=1", "--set", "decoder.replicsa=2")
+    assert result.returncode == 2
+    assert sorted(result.stderr.splitlines()) == [
+        "error: decoder.replicsa: unknown key; did you mean `decoder.replicas`?",
+        "error: http_prot: unknown key; did you mean `http_port`?",
+    ]
+
+
+def test_an_unknown_model_ends_with_status_1_before_anything_starts(tmp_path: Path) -> None:
+    result = run("up", "--model", "no such model", "--state-dir", str(tmp_path))
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: model no such model is no packaged model")
+
+
+@pytest.mark.parametrize("command", ["status", "down", "scale decoder=2", "chat hi", "bench"])
+def test_commands_say_so_when_no_service_runs(command: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, [*command.split(" "), "--state-dir", str(tmp_path)])
+    assert isinstance(result.exception, ServiceNotRunning)
+    assert "pdserve up" in str(result.exception)
+
+
+def test_scale_takes_roles_and_numbers() -> None:
+    assert parse_numbers(["prefiller=2", "decoder=3"]) == (2, 3)
+    assert parse_numbers(["prefiller=0"]) == (0, None)
+    with pytest.raises(ConfigError) as caught:
+        parse_numbers(["decoder=0", "worker=1", "prefiller=-1", "decoder"])
+    assert len(caught.value.problems) == 4
+
+
+def test_asking_for_the_status_does_not_import_ray_or_torch() -> None:
+    code = (
+        "import sys, pdserve.cli, pdserve.client, pdserve.display, pdserve.detach;"
+        "print([name for name in ('ray', 'torch') if name in sys.modules])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert result.stdout.strip() == "[]"

@@ -1,0 +1,66 @@
+"""What is noted of a running service: for its owner only, and never stale."""
+
+import os
+import stat
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pdserve.errors import ServiceExists, ServiceNotRunning
+from pdserve.state import ServiceState, StateFolder
+
+STATE = ServiceState(
+    service="s",
+    status="ready",
+    pid=os.getpid(),
+    model="m",
+    host="127.0.0.1",
+    http_port=1,
+    grpc_port=2,
+    controller_address="127.0.0.1:3",
+    token="secret",
+)
+
+
+def test_a_living_service_is_found_and_a_second_one_refused_with_where_it_is(
+    tmp_path: Path,
+) -> None:
+    folder = StateFolder(tmp_path, "s")
+    with folder.locked():
+        folder.write(STATE)
+        assert StateFolder(tmp_path, "s").read_running() == STATE
+        with (
+            pytest.raises(ServiceExists, match=r"http://127\.0\.0\.1:1"),
+            StateFolder(tmp_path, "s").locked(),
+        ):
+            pass
+    assert folder.read() is None
+
+
+def test_what_a_killed_supervisor_left_is_not_taken_for_a_service(tmp_path: Path) -> None:
+    folder = StateFolder(tmp_path, "s")
+    folder.path.mkdir()
+    folder.write(STATE)
+    with pytest.raises(ServiceNotRunning):
+        folder.read_running()
+
+
+def test_only_the_owner_may_read_the_token(tmp_path: Path) -> None:
+    folder = StateFolder(tmp_path, "s")
+    with folder.locked():
+        folder.write(STATE)
+        assert stat.S_IMODE((folder.path / "state.json").stat().st_mode) == 0o600
+        assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("0.0.0.0", "http://127.0.0.1:1"),
+        ("::", "http://[::1]:1"),
+        ("10.1.2.3", "http://10.1.2.3:1"),
+    ],
+)
+def test_the_url_is_one_that_works_on_this_machine(host: str, url: str) -> None:
+    assert replace(STATE, host=host).http_url == url

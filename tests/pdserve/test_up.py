@@ -1,0 +1,167 @@
+"""The whole service from the command line, on the packaged model: start, use, scale, stop."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+PORTS = ("--set", "http_port=0", "--set", "grpc_port=0")
+
+
+class Cli:
+    """`pdserve` with a state folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def command(self, name: str, *arguments: str) -> list[str]:
+        place = ["--state-dir", str(self.folder)]
+        return [sys.executable, "-m", "pdserve", name, *arguments, *place]
+
+    def run(self, name: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            self.command(name, *arguments),
+            capture_output=True,
+            text=True,
+            timeout=180,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+
+    def status(self) -> dict[str, object]:
+        values: dict[str, object] = json.loads(self.run("status", "--json").stdout)
+        return values
+
+
+def session_processes(pid: int) -> list[int]:
+    """All processes below `pid`."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        children.setdefault(int(fields[1]), []).append(int(path.parent.name))
+    found, todo = [], [pid]
+    while todo:
+        todo += children.get(todo[0], [])
+        found.append(todo.pop(0))
+    return found
+
+
+def wait_for(what: Callable[[], bool], timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not what():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
+
+
+def are_gone(pids: list[int]) -> bool:
+    def is_alive(pid: int) -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        except OSError:
+            return False
+
+    return not any(is_alive(pid) for pid in pids)
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cli]:
+    cli = Cli(tmp_path_factory.mktemp("state"))
+    result = cli.run("up", "--detach", *PORTS)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "pdserve is ready" in result.stdout
+    yield cli
+    pids = session_processes(int(str(cli.status()["pid"])))
+    assert len(pids) > 4
+    started_s = time.monotonic()
+    assert cli.run("down").returncode == 0
+    assert time.monotonic() - started_s < 15
+    wait_for(lambda: are_gone(pids), 5)
+
+
+def test_the_service_answers_and_status_shows_both_workers_ready(service: Cli) -> None:
+    status = service.status()
+    assert (status["status"], status["is_ready"]) == ("ready", True)
+    workers = status["workers"]
+    assert isinstance(workers, list)
+    assert [(w["engine_id"], w["state"]) for w in workers] == [
+        ("decoder-0", "ready"),
+        ("prefiller-0", "ready"),
+    ]
+    models = httpx.get(f"{status['http_url']}/v1/models", timeout=10, trust_env=False).json()
+    assert models["data"][0]["id"] == "smollm2-135m-instruct"
+
+
+def test_chat_streams_an_answer(service: Cli) -> None:
+    result = service.run("chat", "What is the capital of France?", "--max-tokens", "20")
+    assert "Paris" in result.stdout, result.stdout + result.stderr
+
+
+def test_a_second_start_of_the_same_service_is_refused_with_where_it_runs(service: Cli) -> None:
+    for arguments in (("--detach",), ()):
+        result = service.run("up", *arguments, *PORTS)
+        assert result.returncode == 1
+        assert f"service `pdserve` runs already (pid {service.status()['pid']}" in result.stderr
+
+
+def test_a_taken_port_is_named_before_anything_starts(service: Cli) -> None:
+    port = str(service.status()["http_url"]).rpartition(":")[2]
+    result = service.run(
+        "up", "--set", "service=other", "--set", f"http_port={port}", "--set", "grpc_port=0"
+    )
+    assert result.returncode == 1
+    assert f"http_port {port} on 127.0.0.1 cannot be used" in result.stderr
+
+
+def test_the_proxy_is_started_anew_on_the_same_ports(service: Cli) -> None:
+    status = service.status()
+    ports = json.loads((service.folder / "pdserve" / "ports.json").read_text())
+    os.kill(ports["pid"], signal.SIGKILL)
+    time.sleep(0.5)
+    wait_for(lambda: service.status()["is_ready"] is True, 20)
+    assert service.status()["http_url"] == status["http_url"]
+
+
+def test_scaling_adds_and_removes_workers_while_serving(service: Cli) -> None:
+    assert service.run("scale", "prefiller=2", "decoder=2").stdout == "prefillers 2, decoders 2\n"
+    workers = service.status()["workers"]
+    assert isinstance(workers, list)
+    assert len(workers) == 4
+    result = service.run("scale", "prefiller=1", "decoder=1", "--grace", "2s")
+    assert result.stdout == "prefillers 1, decoders 1\n", result.stderr
+
+
+def test_bench_measures_without_errors(service: Cli) -> None:
+    result = service.run(
+        "bench",
+        *("-n", "4", "--concurrency", "2", "--input-tokens", "40", "--output-tokens", "4"),
+        *("--warmup", "0", "-o", "-"),
+    )
+    summary = json.loads(result.stdout)
+    assert (summary["num_errors"], summary["num_output_tokens"]) == (0, 16)
+
+
+@pytest.mark.parametrize("when_s", [0.0, 3.0])
+def test_ctrl_c_during_the_start_stops_everything(tmp_path: Path, when_s: float) -> None:
+    cli = Cli(tmp_path)
+    with subprocess.Popen(
+        cli.command("up", *PORTS), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        wait_for((tmp_path / "pdserve" / "state.json").exists, 30)
+        time.sleep(when_s)
+        pids = session_processes(process.pid)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=40)
+    assert "Traceback" not in output
+    wait_for(lambda: are_gone(pids), 5)
