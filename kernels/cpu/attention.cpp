@@ -197,7 +197,7 @@ class Attention {
     }
     for (int64_t key = 0; key < num_keys; key += kTileCols)
       multiply_rows<kTileVecs>({s.q + row * dim_, dim_, s.keys + key * args_.head_dim, kTileCols,
-                                args_.head_dim, nullptr, 0, s.scores + key, kTileKeys,
+                                args_.head_dim, s.scores + key, kTileKeys, false,
                                 row == 0 ? address(item, args_.v_cache, first_key + key) : nullptr},
                                rows);
     for (int64_t r = 0; r < rows; ++r) {
@@ -294,8 +294,7 @@ class Attention {
       const float* values;
       const int64_t run = find_run(item, args_.v_cache, first_key + key, num_keys - key, values);
       if (in_place) {
-        multiply({s.scores + key, kTileKeys, values, head_dim, run, key ? s.partial : nullptr, dim_,
-                  s.partial, dim_,
+        multiply({s.scores + key, kTileKeys, values, head_dim, run, s.partial, dim_, key > 0,
                   next.item ? address(*next.item, args_.k_cache, next.first_key + key) : nullptr},
                  rows, dim_);
       } else {
@@ -308,8 +307,7 @@ class Attention {
       key += run;
     }
     if (!in_place)
-      multiply({s.scores, kTileKeys, s.values, dim_, num_keys, nullptr, 0, s.partial, dim_}, rows,
-               dim_);
+      multiply({s.scores, kTileKeys, s.values, dim_, num_keys, s.partial, dim_, false}, rows, dim_);
   }
 
   void reset(int64_t rows, Scratch& s) const {

@@ -132,7 +132,11 @@ def _cache_key(toolchain: Toolchain) -> str:
 
 def _compile_into(target: Path, toolchain: Toolchain) -> None:
     """Compile in a directory beside `target`, which then appears whole or not at all."""
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as work:
+    prefix = f"{target.name}.build-"
+    # We hold the lock, so whoever left one of these was killed.
+    for abandoned in target.parent.glob(f"{prefix}*"):
+        shutil.rmtree(abandoned)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=prefix) as work:
         staged = Path(work) / target.name
         staged.mkdir()
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:

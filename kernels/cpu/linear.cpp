@@ -22,25 +22,32 @@ int64_t rows_per_block(int64_t in_features) {
   return std::max<int64_t>(4 * kTileRows, rows / kTileRows * kTileRows);
 }
 
+// NOTE: last, not as the start of the sums: biases of 100 and more exist, and would cost every
+// partial sum its low bits.
+void add_bias(const float* bias, int64_t rows, float* out, int64_t ld_out) {
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t col = 0; col < kTileCols; col += kLanes) {
+      float* to = out + row * ld_out + col;
+      (Vec::loadu(to) + Vec::loadu(bias + col)).store(to);
+    }
+}
+
 // out: [rows, at least kTileCols].
 void multiply_panel(const LinearArgs& args, int64_t panel, int64_t first_row, int64_t rows,
                     float* out, int64_t ld_out) {
   const float* x = args.x + first_row * args.ld_x;
   const float* weight = args.packed + panel * kTileCols * args.in_features;
-  const float* init = args.bias ? args.bias + panel * kTileCols : nullptr;
   const int64_t slice = rows <= kTileRows ? args.in_features : kSliceDepth;
-  int64_t ld_init = 0;
   for (int64_t k = 0; k < args.in_features; k += slice) {
     const int64_t depth = std::min(slice, args.in_features - k);
     // The next slice, or the next panel's first: panels lie one after the other. A single tile
     // streams through the panel once, which the hardware foresees better.
     const float* next = rows <= kTileRows ? nullptr : weight + (k + depth) * kTileCols;
-    multiply_rows<kTileVecs>({x + k, args.ld_x, weight + k * kTileCols, kTileCols, depth, init,
-                              ld_init, out, ld_out, reinterpret_cast<const char*>(next)},
+    multiply_rows<kTileVecs>({x + k, args.ld_x, weight + k * kTileCols, kTileCols, depth, out,
+                              ld_out, k > 0, reinterpret_cast<const char*>(next)},
                              rows);
-    init = out;
-    ld_init = ld_out;
   }
+  if (args.bias) add_bias(args.bias + panel * kTileCols, rows, out, ld_out);
 }
 
 // The last panel may be wider than what is left of out.

@@ -1,4 +1,4 @@
-// The one matrix product all kernels share: C[rows, cols] = init + A[rows, depth] B[depth, cols].
+// The one matrix product all kernels share: C[rows, cols] (+)= A[rows, depth] B[depth, cols].
 //
 // A is read by broadcast, B by vectors along its columns, and every element of C is one chain of
 // fused multiply-adds over depth in ascending order. NOTE: an element's value therefore does not
@@ -19,10 +19,9 @@ struct Product {
   const float* b;
   int64_t ld_b;
   int64_t depth;
-  const float* init;  // null: zeros; ld_init 0: one row for all (a bias); c itself: continue
-  int64_t ld_init;
   float* c;
   int64_t ld_c;
+  bool is_continued;             // start from what is in c, else from zero
   const char* next_b = nullptr;  // prefetched while this is computed, all of it over all rows
 };
 
@@ -33,7 +32,7 @@ void multiply_tile(const Product& product, int64_t prefetch_step) {
   Register row[Vecs];
   Register scalar;
   const auto load = [&](auto i) {
-    acc[i] = p.init ? Vec::loadu(p.init + i / Vecs * p.ld_init + i % Vecs * kLanes) : Vec(0.f);
+    acc[i] = p.is_continued ? Vec::loadu(p.c + i / Vecs * p.ld_c + i % Vecs * kLanes) : Vec(0.f);
   };
   const auto multiply_add = [&](auto i, const float* a, const float* b) {
     constexpr int r = i / Vecs, v = i % Vecs;
@@ -77,7 +76,6 @@ void multiply_rows(Product p, int64_t rows) {
     tiles[taken - 1](p, step);
     rows -= taken;
     p.a += taken * p.ld_a;
-    if (p.init) p.init += taken * p.ld_init;
     p.c += taken * p.ld_c;
     p.next_b += step * p.depth;
   }
@@ -90,13 +88,11 @@ inline void multiply(Product p, int64_t rows, int64_t cols) {
     if (p.next_b) p.next_b += kTileCols * sizeof(float) * p.depth;
     p.b += kTileCols;
     p.c += kTileCols;
-    if (p.init) p.init += kTileCols;
   }
   for (; cols > 0; cols -= kLanes) {
     multiply_rows<1>(p, rows);
     p.b += kLanes;
     p.c += kLanes;
-    if (p.init) p.init += kLanes;
   }
 }
 

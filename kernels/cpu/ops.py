@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -102,12 +101,12 @@ class CpuOps:
 
 
 @functools.cache
-def load(cache_dir: Path | None = None) -> CpuOps:
+def load() -> CpuOps:
     """Build the kernels if need be and load them into this process, once.
 
     Raises: BuildError: they cannot be built. OSError: they cannot be loaded.
     """
-    torch.ops.load_library(build(cache_dir))  # type: ignore[no-untyped-call]
+    torch.ops.load_library(str(build()))  # type: ignore[no-untyped-call]
     _register_fakes()
     return CpuOps()
 

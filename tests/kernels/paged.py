@@ -1,0 +1,91 @@
+"""A random batch of sequences in a paged cache whose every unused float is NaN."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.ops import Ops
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PagedBatch:
+    """Arguments of Ops.paged_attention."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    block_table: Tensor
+    cu_seqlens_q: Tensor
+    context_lens: Tensor
+    scale: float
+
+    def attend(self, ops: Ops) -> Tensor:
+        return self.attend_with(ops, int(self.cu_seqlens_q.diff().max()))
+
+    def attend_with(self, ops: Ops, max_seqlen_q: int) -> Tensor:
+        return ops.paged_attention(
+            self.q,
+            self.k_cache,
+            self.v_cache,
+            self.block_table,
+            self.cu_seqlens_q,
+            self.context_lens,
+            self.scale,
+            max_seqlen_q,
+        )
+
+    def only(self, seq: int, num_queries: int, context_len: int) -> "PagedBatch":
+        """The queries of one sequence that end at context_len, as a batch of its own."""
+        last = int(self.cu_seqlens_q[seq + 1]) - (int(self.context_lens[seq]) - context_len)
+        return PagedBatch(
+            q=self.q[last - num_queries : last],
+            k_cache=self.k_cache,
+            v_cache=self.v_cache,
+            block_table=self.block_table[seq : seq + 1].contiguous(),
+            cu_seqlens_q=torch.tensor([0, num_queries], dtype=torch.int32),
+            context_lens=torch.tensor([context_len], dtype=torch.int32),
+            scale=self.scale,
+        )
+
+
+def make_batch(
+    sequences: Sequence[tuple[int, int]],
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    seed: int = 0,
+) -> PagedBatch:
+    """sequences: (queries, context length) of each."""
+    generator = torch.Generator().manual_seed(seed)
+    counts = [-(-context // block_size) for _, context in sequences]
+    num_blocks = sum(counts) + 3
+    shape = (num_blocks, num_kv_heads, block_size, head_dim)
+    k_cache, v_cache = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
+    # Entries nobody may read are no valid block ids.
+    block_table = torch.full((len(sequences), max(counts) + 1), 2**30, dtype=torch.int32)
+    free = torch.randperm(num_blocks, generator=generator).tolist()
+    for seq, (_, context) in enumerate(sequences):
+        for block in range(counts[seq]):
+            block_id = free.pop()
+            block_table[seq, block] = block_id
+            filled = min(block_size, context - block * block_size)
+            for cache in (k_cache, v_cache):
+                cache[block_id, :, :filled] = torch.randn(
+                    num_kv_heads, filled, head_dim, generator=generator
+                )
+    starts = torch.tensor([0, *(queries for queries, _ in sequences)]).cumsum(0)
+    # Queries as the model hands them over: heads of a wider row.
+    row = torch.randn(int(starts[-1]), num_heads + 2, head_dim, generator=generator)
+    return PagedBatch(
+        q=row[:, :num_heads],
+        k_cache=k_cache,
+        v_cache=v_cache,
+        block_table=block_table,
+        cu_seqlens_q=starts.int(),
+        context_lens=torch.tensor([context for _, context in sequences], dtype=torch.int32),
+        scale=head_dim**-0.5,
+    )

@@ -1,0 +1,84 @@
+"""Paged attention of the C++ backend against the reference, on caches poisoned with NaN.
+
+float32 tolerance 1e-5: outputs are averages of values of order 1, so they round by a few 1e-7; the
+exponential is good to 20 ulp (2e-6) and scores of order 10 carry up to 1e-6 into it.
+"""
+
+import pytest
+import torch
+
+from kernels.ops import Ops
+from tests.kernels.paged import PagedBatch, make_batch
+
+TOLERANCE = 1e-5
+MIXED = [(1, 1), (1, 200), (300, 300), (2, 130), (70, 1000), (1, 513), (17, 64), (1, 128)]
+"""Decode rows, whole prompts, chunks over a prefix; contexts around multiples of 32 and 128."""
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads"), [(9, 3), (8, 1), (4, 4), (3, 1), (16, 2), (1, 1), (60, 1)]
+)
+@pytest.mark.parametrize("head_dim", [16, 64, 80])
+def test_attention_equals_the_reference_for_head_groups(
+    cpu: Ops, reference: Ops, num_heads: int, num_kv_heads: int, head_dim: int
+) -> None:
+    batch = make_batch(
+        MIXED, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=32
+    )
+    assert (batch.attend(cpu) - batch.attend(reference)).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("block_size", [1, 5, 16, 32, 128, 256])
+@pytest.mark.parametrize("head_dim", [32, 40, 64, 72, 96, 128])
+def test_attention_equals_the_reference_for_block_and_head_sizes(
+    cpu: Ops, reference: Ops, block_size: int, head_dim: int
+) -> None:
+    batch = make_batch(MIXED, num_heads=6, num_kv_heads=2, head_dim=head_dim, block_size=block_size)
+    assert (batch.attend(cpu) - batch.attend(reference)).abs().max() < TOLERANCE
+
+
+def _decode_alone(batch: PagedBatch, seq: int, cpu: Ops) -> torch.Tensor:
+    return batch.only(seq, 1, int(batch.context_lens[seq])).attend(cpu)[0]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_row_has_the_same_bits_alone_chunked_and_batched(cpu: Ops, threads: int) -> None:
+    batch = make_batch(MIXED, num_heads=9, num_kv_heads=3, head_dim=64, block_size=32)
+    before = torch.get_num_threads()
+    together = batch.attend(cpu)
+    torch.set_num_threads(threads)
+    try:
+        for seq in range(len(MIXED)):
+            last = int(batch.cu_seqlens_q[seq + 1]) - 1
+            assert torch.equal(_decode_alone(batch, seq, cpu), together[last])
+        chunks = [batch.only(2, 64, 64), batch.only(2, 7, 71), batch.only(2, 229, 300)]
+        chunked = torch.cat([chunk.attend(cpu) for chunk in chunks])
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(chunked, together[2:302])
+
+
+def test_a_sequence_without_keys_gives_zeros(cpu: Ops) -> None:
+    batch = make_batch([(1, 0), (1, 3)], num_heads=2, num_kv_heads=1, head_dim=16, block_size=4)
+    out = batch.attend(cpu)
+    assert torch.equal(out[0], torch.zeros(2, 16))
+    assert out[1].isfinite().all()
+
+
+def test_large_scores_do_not_overflow(cpu: Ops, reference: Ops) -> None:
+    batch = make_batch([(3, 300)], num_heads=2, num_kv_heads=1, head_dim=32, block_size=16)
+    batch.k_cache.mul_(300)
+    # Scores near 1000 are exact to 6e-5 only, and exp turns that into a relative error.
+    assert (batch.attend(cpu) - batch.attend(reference)).abs().max() < 1e-2
+
+
+def test_a_block_id_outside_the_cache_is_refused(cpu: Ops) -> None:
+    batch = make_batch([(1, 40)], num_heads=2, num_kv_heads=1, head_dim=16, block_size=16)
+    batch.block_table[0, 1] = batch.k_cache.shape[0]
+    with pytest.raises(IndexError, match=r"block id 6 of sequence 0 is not in \[0, 6\)"):
+        batch.attend(cpu)
+
+
+def test_another_dtype_is_refused(cpu: Ops) -> None:
+    with pytest.raises(RuntimeError, match="must be float32 on the CPU"):
+        cpu.rms_norm(torch.ones(2, 8, dtype=torch.float16), torch.ones(8), 1e-5)

@@ -1,0 +1,113 @@
+"""Building, caching and choosing the C++ backend."""
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.cpu.build import BuildError, Toolchain, build, find_toolchain
+from kernels.ops import select_ops
+
+BUILD_TIMEOUT_S = 240
+
+
+def _python(code: str, **env: str) -> subprocess.Popen[str]:
+    root = str(Path(__file__).resolve().parents[2])
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=root,
+        env={"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": str(Path.home()), **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_two_processes_that_build_at_once_share_one_library(tmp_path: Path) -> None:
+    code = f"from kernels.cpu.build import *; print(build(Path({str(tmp_path)!r})))"
+    builders = [_python(code) for _ in range(2)]
+    try:
+        results = [builder.communicate(timeout=BUILD_TIMEOUT_S) for builder in builders]
+    finally:
+        for builder in builders:
+            builder.kill()
+            builder.wait()
+    assert [builder.returncode for builder in builders] == [0, 0], results
+    libraries = {out.strip() for out, _ in results}
+    assert len(libraries) == 1
+    library = Path(libraries.pop())
+    assert library.is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        [library.parent.name, f"{library.parent.name}.lock"]
+    )
+
+
+def test_auto_falls_back_to_the_reference_and_says_why() -> None:
+    code = (
+        "import logging; logging.basicConfig()\n"
+        "from kernels.ops import select_ops; print(select_ops('auto').name)"
+    )
+    process = _python(code, PATH="/nonexistent")
+    out, err = process.communicate(timeout=120)
+    assert out.strip() == "reference", err
+    reasons = [line for line in err.splitlines() if line.startswith("WARNING:kernels.ops:")]
+    assert len(reasons) == 1
+    assert "no C++ compiler: none of c++, g++, clang++ is on PATH" in reasons[0]
+
+
+def test_cpu_by_name_without_a_compiler_is_an_error() -> None:
+    process = _python("from kernels.ops import select_ops; select_ops('cpu')", PATH="/nonexistent")
+    _, err = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert "RuntimeError: kernels backend cpu cannot be loaded: no C++ compiler" in err
+
+
+def test_auto_takes_the_cpu_kernels_where_they_build(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert select_ops("auto").name == "cpu"
+    assert not caplog.records
+
+
+def test_an_unknown_backend_is_named_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="'gpu' is not one of auto, reference, cpu, npu"):
+        select_ops("gpu")
+
+
+def _failing_toolchain(tmp_path: Path) -> Toolchain:
+    compiler = tmp_path / "c++"
+    compiler.write_text("#!/bin/sh\necho 'x.cpp:1: error: no such luck' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    return Toolchain(compiler=str(compiler), compiler_version="fake", capability="DEFAULT")
+
+
+def test_a_compile_error_is_reported_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    with pytest.raises(BuildError, match="error: no such luck"):
+        build(cache, _failing_toolchain(tmp_path))
+    assert [path.suffix for path in cache.iterdir()] == [".lock"]
+
+
+def test_a_cache_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(BuildError, match="cannot write to the kernel cache"):
+        build(tmp_path / "file" / "cache", _failing_toolchain(tmp_path))
+
+
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() != "AVX512", reason="this CPU has one capability"
+)
+def test_the_kernels_for_avx2_agree_with_the_reference_too() -> None:
+    tests = ["tests/kernels/test_attention.py", "tests/kernels/test_linear.py"]
+    code = f"import sys, pytest; sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', *{tests}]))"
+    process = _python(code, ATEN_CPU_CAPABILITY="avx2", OMP_NUM_THREADS="1")
+    out, err = process.communicate(timeout=BUILD_TIMEOUT_S)
+    assert process.returncode == 0, out + err
+
+
+def test_the_toolchain_names_this_cpu() -> None:
+    toolchain = find_toolchain()
+    assert toolchain.capability in ("AVX512", "AVX2", "DEFAULT")
+    assert f"-DCPU_CAPABILITY_{toolchain.capability}" in toolchain.flags
