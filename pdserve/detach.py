@@ -7,13 +7,13 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 
 from pdserve.client import connect
 from pdserve.display import StartProgress, print_banner, start_progress
 from pdserve.errors import ServiceExists, StartFailed
+from pdserve.processes import is_alive
 from pdserve.readiness import Interrupted, Wait, wait_for_workers
 from pdserve.state import ServiceState, StateFolder
 
@@ -67,7 +67,7 @@ def stop_running(folder: StateFolder, console: Console) -> None:
     state = folder.read_running()
     os.kill(state.pid, signal.SIGTERM)
     deadline_s = time.monotonic() + _STOP_TIMEOUT_S
-    while folder.is_locked() or _is_alive(state.pid):
+    while folder.is_locked() or is_alive(state.pid):
         if time.monotonic() >= deadline_s:
             # NOTE: Ray's processes and the proxy die with it: the kernel sees to that.
             os.kill(state.pid, signal.SIGKILL)
@@ -75,14 +75,6 @@ def stop_running(folder: StateFolder, console: Console) -> None:
             return
         time.sleep(_POLL_S)
     console.print(f"service `{folder.service}` has stopped", highlight=False)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return fields[0] not in ("Z", "X")
 
 
 def _follow(

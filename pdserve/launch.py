@@ -142,8 +142,7 @@ class _Supervisor:
         if not self._config.is_local:
             return cluster_ray(self._config.ray.address)
         num_cpus = len(os.sched_getaffinity(0))
-        logs = self.folder.path / "logs"
-        return local_ray(num_cpus, self._config.ray.object_store_bytes, logs)
+        return local_ray(num_cpus, self._config.ray.object_store_bytes, self.folder.path)
 
     def _controller_config(self) -> ControllerConfig:
         config = self._config

@@ -1,6 +1,7 @@
 """Ray around a service: an own one on this machine, or the cluster that this machine belongs to."""
 
 import logging
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -15,18 +16,26 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from pdserve.controller import ControllerActor
 from pdserve.controller_config import ControllerConfig
 from pdserve.errors import StartFailed
+from pdserve.processes import descendants, kill_noted, write_note
 
 NAMESPACE = "pdserve"
 _MAX_LOG_BYTES = 10 << 20
+_FOLDER_PREFIX = "pdserve-"
 
 _log = logging.getLogger(__name__)
 
 
 @contextmanager
-def local_ray(num_cpus: int, object_store_bytes: int, log_folder: Path) -> Iterator[None]:
-    """A Ray of our own on this machine; it and its files are gone afterwards, logs are kept."""
+def local_ray(num_cpus: int, object_store_bytes: int, state_folder: Path) -> Iterator[None]:
+    """A Ray of our own on this machine; it and its files are gone afterwards.
+
+    What its workers said is kept in `logs` below the state folder.
+    """
+    note = state_folder / "ray_folder"
+    remove_leftovers(state_folder)
     # NOTE: not below the state folder: the paths of Ray's sockets have to stay below 108 bytes.
-    folder = Path(tempfile.mkdtemp(prefix="pds", dir="/tmp"))
+    folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir="/tmp"))
+    note.write_text(str(folder))
     try:
         with _connected(
             address="local",
@@ -36,10 +45,11 @@ def local_ray(num_cpus: int, object_store_bytes: int, log_folder: Path) -> Itera
             _node_ip_address="127.0.0.1",
             _temp_dir=str(folder),
         ):
+            write_note(state_folder / "ray_processes", descendants(os.getpid()))
             yield
     finally:
-        _keep_logs(folder, log_folder)
-        shutil.rmtree(folder, ignore_errors=True)
+        _keep_logs(folder, state_folder / "logs")
+        remove_leftovers(state_folder)
 
 
 @contextmanager
@@ -108,6 +118,20 @@ def _connected(**options: Any) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def remove_leftovers(state_folder: Path) -> None:
+    """End Ray's processes and remove its folder, as noted; a supervisor that was killed could not.
+
+    NOTE: Ray's agents outlive a raylet that is killed.
+    """
+    kill_noted(state_folder / "ray_processes")
+    note = state_folder / "ray_folder"
+    if note.is_file():
+        folder = Path(note.read_text())
+        if folder.name.startswith(_FOLDER_PREFIX):
+            shutil.rmtree(folder, ignore_errors=True)
+        note.unlink()
 
 
 def _keep_logs(folder: Path, log_folder: Path) -> None:

@@ -1,6 +1,7 @@
 """What is known of a running service, on this machine: one folder per service, owner-only.
 
-~/.pdserve/<service>/  state.json  lock  proxy.json  ports.json  desired.json  supervisor.log  logs/
+~/.pdserve/<service>/  state.json  lock  proxy.json  ports.json  desired.json
+                       ray_folder  ray_processes  supervisor.log  logs/
 """
 
 import fcntl

@@ -12,6 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from pdserve.processes import ProcessId, descendants
+
 pytestmark = pytest.mark.e2e
 
 PORTS = ("--set", "http_port=0", "--set", "grpc_port=0")
@@ -42,22 +44,6 @@ class Cli:
         return values
 
 
-def session_processes(pid: int) -> list[int]:
-    """All processes below `pid`."""
-    children: dict[int, list[int]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        children.setdefault(int(fields[1]), []).append(int(path.parent.name))
-    found, todo = [], [pid]
-    while todo:
-        todo += children.get(todo[0], [])
-        found.append(todo.pop(0))
-    return found
-
-
 def wait_for(what: Callable[[], bool], timeout_s: float) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not what():
@@ -65,14 +51,8 @@ def wait_for(what: Callable[[], bool], timeout_s: float) -> None:
         time.sleep(0.1)
 
 
-def are_gone(pids: list[int]) -> bool:
-    def is_alive(pid: int) -> bool:
-        try:
-            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-        except OSError:
-            return False
-
-    return not any(is_alive(pid) for pid in pids)
+def are_gone(processes: list[ProcessId]) -> bool:
+    return not any(process.is_alive() for process in processes)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +62,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cli]:
     assert result.returncode == 0, result.stdout + result.stderr
     assert "pdserve is ready" in result.stdout
     yield cli
-    pids = session_processes(int(str(cli.status()["pid"])))
+    pids = descendants(int(str(cli.status()["pid"])))
     assert len(pids) > 4
     started_s = time.monotonic()
     assert cli.run("down").returncode == 0
@@ -160,8 +140,23 @@ def test_ctrl_c_during_the_start_stops_everything(tmp_path: Path, when_s: float)
     ) as process:
         wait_for((tmp_path / "pdserve" / "state.json").exists, 30)
         time.sleep(when_s)
-        pids = session_processes(process.pid)
+        pids = descendants(process.pid)
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=40)
     assert "Traceback" not in output
     wait_for(lambda: are_gone(pids), 5)
+
+
+def test_what_a_killed_supervisor_left_is_gone_with_the_next_start(tmp_path: Path) -> None:
+    cli = Cli(tmp_path)
+    assert cli.run("up", "--detach", *PORTS).returncode == 0
+    supervisor = int(str(cli.status()["pid"]))
+    processes = descendants(supervisor)
+    ray_folder = Path((tmp_path / "pdserve" / "ray_folder").read_text())
+    os.kill(supervisor, signal.SIGKILL)
+    result = cli.run("status")
+    assert (result.returncode, "no service" in result.stderr) == (1, True)
+    assert cli.run("up", "--detach", *PORTS).returncode == 0
+    assert not ray_folder.exists()
+    wait_for(lambda: are_gone(processes), 5)
+    assert cli.run("down").returncode == 0
