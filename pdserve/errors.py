@@ -5,7 +5,11 @@ PdserveError
 ├── ModelNotFound      `model` names nothing that can be loaded
 ├── ServiceExists      a service of that name already runs
 ├── ServiceNotRunning  nothing runs under that name
-└── StartFailed        a port is taken, a worker or the proxy could not start
+├── StartFailed        a port is taken, a worker or the proxy could not start
+├── ServiceLost        Ray or the controller went away under a running service
+├── ControllerError    the controller refused, or cannot be reached (client.py)
+├── Interrupted        the user stopped the start (readiness.py)
+└── ChatError          the service refused, or broke off (chat.py)
 """
 
 from collections.abc import Sequence
@@ -33,6 +37,10 @@ class ServiceExists(PdserveError):
 
 class ServiceNotRunning(PdserveError):
     """The service does not run."""
+
+
+class ServiceLost(PdserveError):
+    """The service cannot go on."""
 
 
 class StartFailed(PdserveError):

@@ -24,7 +24,7 @@ from pdserve.client import ControllerClient, ControllerError, connect
 from pdserve.config import ServiceConfig, proxy_config, resolve, worker_configs
 from pdserve.controller_config import ControllerConfig, RoleConfig
 from pdserve.display import StartProgress, print_banner, start_progress
-from pdserve.errors import StartFailed
+from pdserve.errors import ServiceLost, StartFailed
 from pdserve.models import resolve_model
 from pdserve.proxy_process import Ports, ProxyProcess
 from pdserve.ray_runtime import NAMESPACE, ControllerHandle, cluster_ray, local_ray
@@ -33,7 +33,7 @@ from pdserve.state import ServiceState, StateFolder, Status
 
 _START_TIMEOUT_S = 900.0
 _SUPERVISE_S = 0.2
-_CONTROLLER_CHECK_S = 5.0
+_CONTROLLER_CHECK_S = 2.0
 _CONTROLLER_LOST_S = 60.0
 _CONTROLLER_STOP_S = 5.0
 _PROXY_KILL_AFTER_S = 1.5
@@ -71,10 +71,18 @@ def make_plan(config: ServiceConfig, token: str) -> Plan:
 def run_service(plan: Plan, folder: StateFolder, console: Console) -> None:
     """Serve until SIGINT or SIGTERM; everything has ended when it returns or raises.
 
-    Raises: ServiceExists, StartFailed, Interrupted.
+    Raises: ServiceExists, StartFailed, Interrupted, ServiceLost.
     """
     with folder.locked():
         _Supervisor(plan, folder, console).run()
+
+
+@dataclass(frozen=True, slots=True)
+class _Started:
+    controller: ControllerHandle
+    client: ControllerClient
+    proxy: ProxyProcess
+    ports: Ports
 
 
 @dataclass(slots=True)
@@ -89,15 +97,14 @@ class _Supervisor:
         self._handle_signals()
         with ExitStack() as stack:
             with start_progress(self.console) as progress:
-                client, proxy, ports = self._start(stack, progress)
+                started = self._start(stack, progress)
+            ports = started.ports
             self._banner(self._write_state("ready", ports))
-            self._supervise(client, proxy)
+            self._supervise(started)
             self.console.print("stopping ...")
             self._write_state("stopping", ports)
 
-    def _start(
-        self, stack: ExitStack, progress: StartProgress
-    ) -> tuple[ControllerClient, ProxyProcess, Ports]:
+    def _start(self, stack: ExitStack, progress: StartProgress) -> "_Started":
         """Start all parts; what ends them again is on the stack."""
         log = stack.enter_context(self.folder.log_path.open("a"))
         self._write_state("starting", Ports(self._config.http_port, self._config.grpc_port))
@@ -112,7 +119,8 @@ class _Supervisor:
         # NOTE: the proxy ends before the workers do: running requests have its grace.
         stack.callback(self._end_proxy, proxy)
         client = stack.enter_context(connect(self.plan.controller_address, self.plan.token))
-        return client, proxy, self._wait_until_ready(client, proxy, progress)
+        ports = self._wait_until_ready(client, proxy, progress)
+        return _Started(controller, client, proxy, ports)
 
     @property
     def _config(self) -> ServiceConfig:
@@ -216,25 +224,27 @@ class _Supervisor:
         self.folder.write(state)
         return state
 
-    def _supervise(self, client: ControllerClient, proxy: ProxyProcess) -> None:
+    def _supervise(self, started: "_Started") -> None:
         """Until asked to stop: keep the proxy alive. Ray keeps the controller alive.
 
-        Raises: StartFailed: nobody has heard of the controller for long: Ray is gone.
+        Raises: ServiceLost: Ray is gone, or nobody has heard of the controller for long.
         """
         heard_s = asked_s = time.monotonic()
         while not self.stopping.wait(_SUPERVISE_S):
-            proxy.supervise()
+            started.proxy.supervise()
             now_s = time.monotonic()
             if now_s - asked_s >= _CONTROLLER_CHECK_S:
                 asked_s = now_s
                 try:
-                    client.status()
+                    started.client.status()
                 except ControllerError as error:
                     _log.warning("%s", error)
+                    if not started.controller.is_ray_alive():
+                        raise ServiceLost("Ray has ended: stopping") from None
                 else:
                     heard_s = now_s
             if now_s - heard_s >= _CONTROLLER_LOST_S:
-                raise StartFailed(f"no controller for {_CONTROLLER_LOST_S:.0f} s: stopping")
+                raise ServiceLost(f"no controller for {_CONTROLLER_LOST_S:.0f} s: stopping")
 
 
 def new_token() -> str:

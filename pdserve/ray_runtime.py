@@ -3,6 +3,7 @@
 import logging
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from pdserve.errors import StartFailed
 from pdserve.processes import descendants, kill_noted, write_note
 
 NAMESPACE = "pdserve"
+_CONNECT_TIMEOUT_S = 2.0
 _MAX_LOG_BYTES = 10 << 20
 _FOLDER_PREFIX = "pdserve-"
 
@@ -64,6 +66,7 @@ class ControllerHandle:
 
     def __init__(self, config: ControllerConfig) -> None:
         name = f"{config.service}-controller"
+        self._gcs_address: str = ray.get_runtime_context().gcs_address
         self._end_leftover(name)
         # NOTE: here: proxies and the command line reach it on this machine's loopback.
         node = NodeAffinitySchedulingStrategy(
@@ -79,6 +82,17 @@ class ControllerHandle:
             "scheduling_strategy": node,
         }
         self._handle: Any = ray.remote(ControllerActor).options(**options).remote(config.to_json())
+
+    def is_ray_alive(self) -> bool:
+        """Whether Ray's control service can be reached; without it nothing is restarted."""
+        host, _, port = self._gcs_address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S).close()
+        except ConnectionRefusedError:
+            return False
+        except OSError:
+            return True  # cannot tell
+        return True
 
     def stop(self, timeout_s: float) -> None:
         """End every worker, then the controller; bounded."""
