@@ -1,5 +1,6 @@
 """HTTP routes: the OpenAI API, vLLM's tokenizer endpoints, and those for operators."""
 
+import contextlib
 import importlib.metadata
 import logging
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import orjson
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -20,10 +22,11 @@ from proxy.errors import (
     ModelNotFound,
     ProxyError,
     RouteNotFound,
+    Unauthenticated,
     Unsupported,
 )
-from proxy.http_body import read_json
-from proxy.http_generation import GenerationResponse, error_headers
+from proxy.http_body import drain, read_json
+from proxy.http_generation import GenerationResponse, error_headers, send_error
 from proxy.openai import (
     ChatCompletionBody,
     CompletionBody,
@@ -39,11 +42,14 @@ from proxy.service import Service
 
 logger = logging.getLogger(__name__)
 
+# What probes and scrapers need; no prompt, no token and no address is to be had there.
+_OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version", "/openapi.json"})
+
 
 def create_app(service: Service) -> ASGIApp:
     """Build the ASGI application of a proxy."""
     routes = _Routes(service)
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/v1/chat/completions", routes.chat_completions, methods=["POST"]),
             Route("/v1/completions", routes.completions, methods=["POST"]),
@@ -65,6 +71,39 @@ def create_app(service: Service) -> ASGIApp:
             Exception: _defect,
         },
     )
+    guarded: ASGIApp = _Gate(app, service)
+    if not service.config.cors_origins:
+        return guarded
+    return CORSMiddleware(
+        guarded,
+        allow_origins=service.config.cors_origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["authorization", "content-type"],
+        expose_headers=["retry-after", "x-request-id"],
+    )
+
+
+class _Gate:
+    """Lets in who shows a valid API key; the account goes along in the scope."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app = app
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer 401, or pass the request on."""
+        if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS:
+            values = [value for name, value in scope["headers"] if name == b"authorization"]
+            authorization = values[0].decode("latin-1") if len(values) == 1 else None
+            try:
+                scope["account"] = self._service.accounts.authenticate(authorization)
+            except Unauthenticated as error:
+                self._service.metrics.requests.labels("auth", "401").inc()
+                with contextlib.suppress(ClientDisconnected):
+                    await drain(receive)
+                    await send_error(send, error)
+                return
+        await self._app(scope, receive, send)
 
 
 class _Routes:
@@ -79,7 +118,7 @@ class _Routes:
         except ProxyError as error:
             self._count_refusal("chat", error)
             raise
-        return self._generate("chat", body, generation, ChatFormat(generation))
+        return self._generate("chat", request, body, generation, ChatFormat(generation))
 
     async def completions(self, request: Request) -> ASGIApp:
         """POST /v1/completions."""
@@ -89,7 +128,9 @@ class _Routes:
         except ProxyError as error:
             self._count_refusal("completions", error)
             raise
-        return self._generate("completions", body, generation, CompletionFormat(generation))
+        return self._generate(
+            "completions", request, body, generation, CompletionFormat(generation)
+        )
 
     async def embeddings(self, request: Request) -> Response:
         """POST /v1/embeddings: no model here has them."""
@@ -169,6 +210,7 @@ class _Routes:
     def _generate(
         self,
         api: str,
+        request: Request,
         body: GenerationBody,
         generation: GenerationRequest,
         response_format: ResponseFormat,
@@ -180,6 +222,7 @@ class _Routes:
             self._service,
             generation,
             response_format,
+            account=request.scope["account"],
             api=api,
             is_stream=bool(body.stream),
             include_usage=include,

@@ -85,6 +85,16 @@ class ProxyConfig:
     """After SIGTERM, running requests may finish within this time."""
     client_write_timeout_s: Annotated[float, Gt(0)] = 30.0
     """A streaming client that takes no byte for so long is disconnected."""
+    api_keys_file: str = ""
+    """File with hashed API keys (its form: proxy/auth.py); empty for none."""
+    api_key_hashes: tuple[str, ...] = ()
+    """More keys, each as sha256:HEX. Without any key, callers need none."""
+    requests_per_minute: Annotated[int, Ge(0)] = 0
+    """Generation requests per key and minute, unless its line in the file differs; 0: no limit."""
+    tokens_per_minute: Annotated[int, Ge(0)] = 0
+    """Prompt and output tokens per key and minute, likewise."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose web pages may call the HTTP API; empty: none, * for all."""
     limits: Limits = Limits()
     """Bounds on one request."""
 
@@ -102,7 +112,9 @@ class ProxyConfig:
         unknown = set(raw) - {field.name for field in fields(cls)}
         if unknown:
             raise ValueError(f"unknown proxy settings: {', '.join(sorted(unknown))}")
-        raw["served_model_names"] = tuple(raw["served_model_names"])
+        for name in ("served_model_names", "api_key_hashes", "cors_origins"):
+            if name in raw:
+                raw[name] = tuple(raw[name])
         if "limits" in raw:
             raw["limits"] = Limits(**raw["limits"])
         return cls(**raw)

@@ -5,11 +5,13 @@ ProxyError
 |   |-- ContextLengthExceeded
 |   `-- Unsupported
 |-- BodyTooLarge            413  INVALID_ARGUMENT
+|-- Unauthenticated         401  UNAUTHENTICATED
 |-- ModelNotFound           404  NOT_FOUND
 |-- RouteNotFound           404  NOT_FOUND
 |-- MethodNotAllowed        405  UNIMPLEMENTED
 |-- DeadlineExceeded        408  DEADLINE_EXCEEDED
 |-- Overloaded              429  RESOURCE_EXHAUSTED
+|   `-- RateLimited
 |-- InternalError           500  INTERNAL
 `-- Unavailable             503  UNAVAILABLE
 ClientDisconnected          nobody is left to tell
@@ -82,6 +84,15 @@ class BodyTooLarge(InvalidRequest):
     default_code = "request_too_large"
 
 
+class Unauthenticated(ProxyError):
+    """No API key, or a wrong one."""
+
+    status = 401
+    grpc_status = grpc.StatusCode.UNAUTHENTICATED
+    error_type = "authentication_error"
+    default_code = "missing_api_key"
+
+
 class ModelNotFound(ProxyError):
     """The model name is not served here."""
 
@@ -125,6 +136,12 @@ class Overloaded(ProxyError):
     grpc_status = grpc.StatusCode.RESOURCE_EXHAUSTED
     error_type = "rate_limit_error"
     default_code = "overloaded"
+
+
+class RateLimited(Overloaded):
+    """The API key has used up what it may use per minute."""
+
+    default_code = "rate_limit_exceeded"
 
 
 class InternalError(ProxyError):

@@ -54,6 +54,7 @@ class Generator:
         if request.num_sequences == 1:
             async with aclosing(self._choice(request, 0, progress, deadline_s, seed)) as deltas:
                 async for delta in deltas:
+                    progress.num_output_tokens += len(delta.token_ids)
                     yield delta
             return
         queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue(_MAX_QUEUED_DELTAS)
@@ -75,6 +76,7 @@ class Generator:
                 if item is None:
                     num_running -= 1
                 else:
+                    progress.num_output_tokens += len(item.token_ids)
                     yield item
         finally:
             for task in tasks:

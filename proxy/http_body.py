@@ -54,6 +54,21 @@ async def _read(receive: Receive, max_bytes: int) -> bytes:
     return b"".join(chunks)
 
 
+async def drain(receive: Receive) -> None:
+    """Read a body that nobody needs.
+
+    Raises: ClientDisconnected.
+    """
+    num_bytes = 0
+    while num_bytes <= _MAX_DRAINED_BYTES:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnected
+        num_bytes += len(message.get("body", b""))
+        if not message.get("more_body", False):
+            return
+
+
 @dataclass(slots=True)
 class WriteWatch:
     """When the write that is in progress began; None between writes."""

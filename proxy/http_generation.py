@@ -13,8 +13,9 @@ from typing import Any
 import orjson
 from starlette.types import Receive, Scope, Send
 
+from proxy.auth import Account
 from proxy.choice import Delta
-from proxy.errors import ClientDisconnected, InternalError, ProxyError
+from proxy.errors import ClientDisconnected, InternalError, ProxyError, Unauthenticated
 from proxy.generation import Usage
 from proxy.http_body import WriteWatch, cancel_on_disconnect
 from proxy.openai_responses import ChoiceResult, ResponseFormat, usage_body
@@ -40,6 +41,7 @@ class GenerationResponse:
         request: GenerationRequest,
         response_format: ResponseFormat,
         *,
+        account: Account,
         api: str,
         is_stream: bool,
         include_usage: bool = False,
@@ -48,6 +50,7 @@ class GenerationResponse:
         self._service = service
         self._request = request
         self._format = response_format
+        self._account = account
         self._api = api
         self._is_stream = is_stream
         self._include_usage = include_usage
@@ -61,13 +64,14 @@ class GenerationResponse:
         error: BaseException | None = None
         try:
             timeout_s = self._service.config.client_write_timeout_s
-            async with cancel_on_disconnect(receive, timeout_s) as writes:
+            async with (
+                cancel_on_disconnect(receive, timeout_s) as writes,
+                self._service.open(self._request, progress, self._account) as deltas,
+            ):
                 if self._is_stream:
-                    async with self._service.open(self._request, progress) as deltas:
-                        await self._stream(deltas, send, writes)
+                    await self._stream(deltas, send, writes)
                 else:
-                    async with self._service.open(self._request, progress) as deltas:
-                        body = await self._gather(deltas)
+                    body = await self._gather(deltas)
             # NOTE: the last bytes go out when nothing can be cancelled any more: the server
             # reports a finished response as a disconnect.
             if self._is_stream:
@@ -180,7 +184,9 @@ async def send_error(send: Send, error: ProxyError) -> None:
 
 
 def error_headers(error: ProxyError) -> list[tuple[bytes, bytes]]:
-    """Retry-After, where it helps."""
+    """Retry-After where it helps, and what a client has to show where it showed nothing."""
+    if isinstance(error, Unauthenticated):
+        return [(b"www-authenticate", b"Bearer")]
     if error.retry_after_s is None:
         return []
-    return [(b"retry-after", str(math.ceil(error.retry_after_s)).encode())]
+    return [(b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode())]

@@ -105,9 +105,11 @@ class Phase(enum.Enum):
 
 @dataclass(slots=True)
 class Progress:
-    """The phase of a request, written by the request path and read by its edge."""
+    """How far a request is, written by the request path and read by its edge."""
 
     phase: Phase = Phase.QUEUED
+    num_output_tokens: int = 0
+    """Over all choices."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from protos import inference_pb2
+from proxy.auth import Account
 from proxy.choice import Delta, TextLogprob
 from proxy.errors import InternalError, InvalidRequest, ProxyError, Unsupported
 from proxy.generation import Usage
@@ -121,11 +122,12 @@ class _Inference:
         return grpc.method_handlers_generic_handler(_SERVICE_NAME, kinds)
 
     def _unary(
-        self, kind: type[RequestT], answer: Callable[[RequestT], Awaitable[Message]]
+        self, kind: type[RequestT], answer: Callable[[RequestT, Account], Awaitable[Message]]
     ) -> "grpc.RpcMethodHandler[Any, Any]":
         async def call(data: bytes, context: Context) -> bytes:
             try:
-                reply = await answer(self._parse(kind, data))
+                account = self._authenticate(context)
+                reply = await answer(self._parse(kind, data), account)
             except ProxyError as error:
                 await _abort(context, error)
             except Exception:  # outermost: the client must get a status
@@ -143,8 +145,9 @@ class _Inference:
     ) -> "grpc.RpcMethodHandler[Any, Any]":
         async def call(data: bytes, context: Context) -> AsyncIterator[bytes]:
             try:
+                account = self._authenticate(context)
                 request = await build(self._parse(kind, data))
-                async with contextlib.aclosing(self._stream(request, api)) as chunks:
+                async with contextlib.aclosing(self._stream(request, api, account)) as chunks:
                     async for chunk in chunks:
                         yield chunk.SerializeToString()
             except ProxyError as error:
@@ -154,6 +157,13 @@ class _Inference:
                 await _abort(context, InternalError("internal error"))
 
         return grpc.unary_stream_rpc_method_handler(call)
+
+    def _authenticate(self, context: Context) -> Account:
+        metadata = dict(context.invocation_metadata() or ())
+        authorization = metadata.get("authorization")
+        return self._service.accounts.authenticate(
+            authorization if isinstance(authorization, str) else None
+        )
 
     def _parse(self, kind: type[RequestT], data: bytes) -> RequestT:
         limit = self._service.config.limits.max_body_bytes
@@ -181,13 +191,13 @@ class _Inference:
             body["logprobs"] = True
         return await self._service.builder.chat(parse_body(ChatCompletionBody, body))
 
-    async def _generate(self, request: inference_pb2.GenerateRequest) -> Message:
-        return await self._gather(await self._generate_request(request), "grpc_generate")
+    async def _generate(self, request: inference_pb2.GenerateRequest, account: Account) -> Message:
+        return await self._gather(await self._generate_request(request), "grpc_generate", account)
 
-    async def _chat(self, request: inference_pb2.ChatRequest) -> Message:
-        return await self._gather(await self._chat_request(request), "grpc_chat")
+    async def _chat(self, request: inference_pb2.ChatRequest, account: Account) -> Message:
+        return await self._gather(await self._chat_request(request), "grpc_chat", account)
 
-    async def _tokenize(self, request: inference_pb2.TokenizeRequest) -> Message:
+    async def _tokenize(self, request: inference_pb2.TokenizeRequest, account: Account) -> Message:
         body: dict[str, Any] = {"model": request.model}
         if request.HasField("add_special_tokens"):
             body["add_special_tokens"] = request.add_special_tokens
@@ -201,12 +211,14 @@ class _Inference:
             tokens=tokens, count=len(tokens), max_model_len=self._service.max_model_len()
         )
 
-    async def _detokenize(self, request: inference_pb2.DetokenizeRequest) -> Message:
+    async def _detokenize(
+        self, request: inference_pb2.DetokenizeRequest, account: Account
+    ) -> Message:
         body = parse_body(DetokenizeBody, {"model": request.model, "tokens": list(request.tokens)})
         self._service.builder.check_model(body.model)
         return inference_pb2.DetokenizeResponse(text=self._service.builder.detokenize(body.tokens))
 
-    async def _models(self, request: inference_pb2.ModelsRequest) -> Message:
+    async def _models(self, request: inference_pb2.ModelsRequest, account: Account) -> Message:
         return inference_pb2.ModelsResponse(
             models=[
                 inference_pb2.Model(
@@ -219,10 +231,10 @@ class _Inference:
             ]
         )
 
-    async def _gather(self, request: GenerationRequest, api: str) -> Message:
+    async def _gather(self, request: GenerationRequest, api: str, account: Account) -> Message:
         choices = [ChoiceResult(index) for index in range(request.num_sequences)]
         usage = Usage(prompt_tokens=request.num_prompt_tokens)
-        async with contextlib.aclosing(self._deltas(request, api)) as deltas:
+        async with contextlib.aclosing(self._deltas(request, api, account)) as deltas:
             async for delta in deltas:
                 choices[delta.index].add(delta)
                 usage.add(delta, request)
@@ -244,11 +256,11 @@ class _Inference:
         )
 
     async def _stream(
-        self, request: GenerationRequest, api: str
+        self, request: GenerationRequest, api: str, account: Account
     ) -> AsyncGenerator[inference_pb2.GenerateChunk, None]:
         usage = Usage(prompt_tokens=request.num_prompt_tokens)
         created = int(time.time())
-        async with contextlib.aclosing(self._deltas(request, api)) as deltas:
+        async with contextlib.aclosing(self._deltas(request, api, account)) as deltas:
             async for delta in deltas:
                 usage.add(delta, request)
                 finish_reason = delta.finish_reason.value if delta.finish_reason else ""
@@ -266,12 +278,14 @@ class _Inference:
             id=request.request_id, model=request.model, created=created, usage=_usage(usage)
         )
 
-    async def _deltas(self, request: GenerationRequest, api: str) -> AsyncGenerator[Delta, None]:
+    async def _deltas(
+        self, request: GenerationRequest, api: str, account: Account
+    ) -> AsyncGenerator[Delta, None]:
         """Run a request and count how it ended."""
         progress = Progress()
         error: BaseException | None = None
         try:
-            async with self._service.open(request, progress) as deltas:
+            async with self._service.open(request, progress, account) as deltas:
                 async for delta in deltas:
                     yield delta
         except GeneratorExit:
@@ -363,5 +377,5 @@ async def _abort(context: Context, error: ProxyError) -> None:
     if error.param is not None:
         metadata.append(("pdserve-error-param", error.param))
     if error.retry_after_s is not None:
-        metadata.append(("retry-after", str(math.ceil(error.retry_after_s))))
+        metadata.append(("retry-after", str(max(1, math.ceil(error.retry_after_s)))))
     await context.abort(error.grpc_status, error.message, tuple(metadata))

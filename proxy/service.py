@@ -9,6 +9,7 @@ from typing import Any
 
 from protos import worker_pb2
 from proxy.admission import Admission
+from proxy.auth import Account, Accounts
 from proxy.choice import Delta
 from proxy.config import ProxyConfig
 from proxy.errors import ClientDisconnected, ProxyError
@@ -36,6 +37,7 @@ class Service:
         self.pool = WorkerPool(config, proxy_id=f"proxy-{secrets.token_hex(4)}")
         self.router = Router()
         self.admission = Admission(config)
+        self.accounts = Accounts(config)
         self.builder = RequestBuilder(config, tokenizer, self.max_model_len)
         handoff = Handoff(config, self.pool, self.router, self.metrics)
         self._generator = Generator(handoff, tokenizer, self.metrics)
@@ -56,17 +58,18 @@ class Service:
 
     @asynccontextmanager
     async def open(
-        self, request: GenerationRequest, progress: Progress
+        self, request: GenerationRequest, progress: Progress, account: Account
     ) -> AsyncIterator[AsyncGenerator[Delta, None]]:
         """Admit a request and run it; leaving the context cancels what is left of it.
 
-        Raises: Overloaded: not admitted. The iterator raises ProxyError.
+        Raises: Overloaded, RateLimited: not admitted. The iterator raises ProxyError.
         """
         loop = asyncio.get_running_loop()
         arrival_s = loop.time()
         seed = request.sampling.seed
         if seed is None:
             seed = secrets.randbits(63)
+        account.admit(request.num_prompt_tokens)
         async with self.admission.admit(request.num_sequences):
             self.metrics.queue.observe(loop.time() - arrival_s)
             deltas = self._generator.stream(
@@ -75,8 +78,11 @@ class Service:
                 deadline_s=arrival_s + self.config.request_timeout_s,
                 seed=seed,
             )
-            async with aclosing(deltas):
-                yield deltas
+            try:
+                async with aclosing(deltas):
+                    yield deltas
+            finally:
+                account.charge(progress.num_output_tokens)
         self.metrics.e2e.observe(loop.time() - arrival_s)
 
     def count(self, api: str, progress: Progress, error: BaseException | None) -> None:
