@@ -288,6 +288,11 @@ def _overrides(model: str | None, overrides: list[str] | None, insecure: bool) -
         settings.append(f"model={json.dumps(model)}")
     if insecure:
         settings.append("insecure=true")
+    if keys := os.environ.get("PDSERVE_API_KEY", "").split():
+        from proxy.auth import hash_key
+
+        # Only hashes go on from here: to files, and to the arguments of a detached service.
+        settings.append(f"proxy.api_key_hashes={json.dumps([hash_key(key) for key in keys])}")
     return settings
 
 

@@ -190,10 +190,11 @@ def _check_addresses(config: ServiceConfig) -> list[str]:
         )
     if config.http_port == config.grpc_port != 0:
         problems.append(f"http_port and grpc_port are both {config.http_port}: they must differ")
-    if not is_loopback(config.host) and not config.insecure:
+    has_keys = bool(config.proxy.api_keys_file or config.proxy.api_key_hashes)
+    if not is_loopback(config.host) and not has_keys and not config.insecure:
         problems.append(
             f"host is {config.host}, which other machines may reach, and there are no API keys: "
-            "use 127.0.0.1, or pass --insecure"
+            "set proxy.api_keys_file or PDSERVE_API_KEY, use 127.0.0.1, or pass --insecure"
         )
     return problems
 
@@ -239,4 +240,6 @@ def user_values(config: ServiceConfig) -> dict[str, Any]:
         section, name = path.split(".")
         del values[section][name]
     values["transfer"]["auto_order"] = list(values["transfer"]["auto_order"])
+    for name in ("api_key_hashes", "cors_origins"):
+        values["proxy"][name] = list(values["proxy"][name])
     return values
