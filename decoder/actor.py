@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import grpc
-from kvtransfer.connector import Receiver
 
 from decoder.loop import DecodeEvent, DecodeLoop
 from engine.worker.assembly import build_engine
@@ -14,6 +13,7 @@ from engine.worker.leases import Leases
 from engine.worker.process import Info, Start, WorkerProcess
 from engine.worker.replies import Replies
 from engine.worker.session import Outbox, SessionService
+from kvtransfer.connector import Receiver
 from protos import worker_pb2, worker_pb2_grpc
 
 
@@ -38,7 +38,7 @@ def serve_decode(start: Start) -> Iterator[DecodeLoop]:
     config = start.config
     with ExitStack() as stack:
         engine = build_engine(start, worker_pb2.ROLE_DECODER, config.transfer.transport)
-        stack.callback(engine.memory.close)
+        stack.callback(engine.close)
         inbox: Inbox[DecodeEvent] = Inbox()
         receiver = Receiver(
             engine.memory,

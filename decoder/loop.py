@@ -15,8 +15,6 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from kvtransfer.connector import KVArrived, KVFailed, KVQuiet, ReceiveEvent, Receiver
-
 from engine.block_manager import BlockManager
 from engine.request import Request, RequestKey, RequestState
 from engine.scheduler import QueueFull, Scheduler
@@ -26,6 +24,7 @@ from engine.worker.leases import Leases
 from engine.worker.replies import Replies
 from engine.worker.stats import LoopCounters, build_stats
 from engine.worker.step import StepRunner
+from kvtransfer.connector import KVArrived, KVFailed, KVQuiet, ReceiveEvent, Receiver
 from protos import worker_pb2
 
 DecodeEvent = SessionMessage | SessionClosed | StatsQuery | Stop | ReceiveEvent
@@ -105,6 +104,8 @@ class DecodeLoop:
             for request, _ in emitted:
                 if request.finish_reason is not None:
                     self._release(self._entries[request.key])
+        else:
+            self._steps.idle()
         if self._replies.stats_due():
             self._replies.stats(self._stats())
         self._replies.flush()

@@ -34,7 +34,8 @@ class RequestState(enum.Enum):
     """Life of a request in a scheduler.
 
     prefiller: WAITING -> RUNNING -> SENDING -> FINISHED
-    decoder:   RESERVED -> WAITING_FOR_REMOTE_KV -> RUNNING -> FINISHED, or RESERVED -> WAITING -> RUNNING (local prefill)
+    decoder:   RESERVED -> WAITING_FOR_REMOTE_KV -> RUNNING -> FINISHED
+               RESERVED -> WAITING (local prefill) -> RUNNING -> FINISHED
     A preempted request goes RUNNING -> WAITING. Any state may go to ABORTED or FAILED.
     """
 
@@ -64,7 +65,7 @@ class Request:
     token_ids: list[int]
     """Prompt, then output; grows with each sampled token."""
     num_prompt_tokens: int
-    """How many of token_ids are the client's prompt; after a migration token_ids starts with output too."""
+    """How many of token_ids are the prompt; after a migration token_ids starts with output too."""
     sampling: SamplingParams
     deadline_s: float = float("inf")
     """On time.monotonic()."""

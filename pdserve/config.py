@@ -141,9 +141,12 @@ def proxy_config(
 
 
 def worker_configs(
-    config: ServiceConfig, *, model_path: str, token: str
+    config: ServiceConfig, *, model_path: str, token: str, cores_folder: str = ""
 ) -> tuple[WorkerConfig, WorkerConfig]:
-    """What a prefiller and a decoder are told; engine_id and host are filled in at their start."""
+    """What a prefiller and a decoder are told; engine_id and host are filled in at their start.
+
+    `cores_folder` is where workers that share a machine find each other.
+    """
 
     def common(role: PrefillerConfig | DecoderConfig, num_batched: int) -> dict[str, Any]:
         return {
@@ -159,6 +162,7 @@ def worker_configs(
             "max_num_batched_tokens": num_batched,
             "max_num_waiting": role.max_num_waiting,
             "num_threads": role.num_threads or 1,
+            "cores_folder": cores_folder,
             "ops_backend": config.ops,
             "lease_s": config.lease_s,
             "transfer": config.transfer,

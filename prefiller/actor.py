@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import grpc
-from kvtransfer.connector import Sender
 
 from engine.worker.assembly import build_engine
 from engine.worker.config import WorkerConfig
@@ -13,6 +12,7 @@ from engine.worker.leases import Leases
 from engine.worker.process import Info, Start, WorkerProcess
 from engine.worker.replies import Replies
 from engine.worker.session import Outbox, SessionService
+from kvtransfer.connector import Sender
 from prefiller.loop import PrefillEvent, PrefillLoop
 from protos import worker_pb2, worker_pb2_grpc
 
@@ -38,7 +38,7 @@ def serve_prefill(start: Start) -> Iterator[PrefillLoop]:
     config = start.config
     with ExitStack() as stack:
         engine = build_engine(start, worker_pb2.ROLE_PREFILLER, config.transfer.transport)
-        stack.callback(engine.memory.close)
+        stack.callback(engine.close)
         sender = Sender(
             engine.memory,
             engine_id=config.engine_id,

@@ -12,8 +12,6 @@ import logging
 import time
 from dataclasses import dataclass
 
-from kvtransfer.connector import BlockCopy, Sender, Transfer, TransferResult
-
 from engine.block_manager import BlockManager
 from engine.request import Request, RequestKey, RequestState
 from engine.scheduler import QueueFull, ScheduledRequest, Scheduler
@@ -23,6 +21,7 @@ from engine.worker.leases import Leases
 from engine.worker.replies import Replies
 from engine.worker.stats import LoopCounters, build_stats
 from engine.worker.step import StepRunner
+from kvtransfer.connector import BlockCopy, Sender, Transfer, TransferResult
 from protos import worker_pb2
 
 PrefillEvent = SessionMessage | SessionClosed | StatsQuery | Stop | TransferResult
@@ -93,6 +92,8 @@ class PrefillLoop:
         self._progressed = bool(output.scheduled)
         if output.scheduled:
             self._compute(output.scheduled)
+        else:
+            self._steps.idle()
         if self._replies.stats_due():
             self._replies.stats(self._stats())
         self._replies.flush()

@@ -1,9 +1,8 @@
 """From a worker's configuration to its engine: weights, KV cache, scheduler, runner, sampler."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
-
-from kvtransfer.registration import KVMemory
 
 from engine.block_manager import BlockManager
 from engine.config import ModelConfig
@@ -14,11 +13,13 @@ from engine.scheduler import Scheduler, SchedulerConfig
 from engine.weights import load_model_config, load_weights
 from engine.worker.config import WorkerConfig
 from engine.worker.convert import layout_to_proto
+from engine.worker.cores import CoreShares
 from engine.worker.process import Report, Start
 from engine.worker.stats import LoopCounters
 from engine.worker.step import StepRunner
 from kernels.ops import Ops, select_ops
 from kvtransfer.layout import KVLayout
+from kvtransfer.registration import KVMemory
 from protos import worker_pb2
 
 
@@ -32,6 +33,13 @@ class Engine:
     scheduler: Scheduler
     steps: StepRunner
     counters: LoopCounters
+    cores: CoreShares | None
+
+    def close(self) -> None:
+        """Give back the cache's memory and the share of cores."""
+        self.memory.close()
+        if self.cores is not None:
+            self.cores.close()
 
 
 def build_engine(start: Start, role: worker_pb2.Role.ValueType, transport: str) -> Engine:
@@ -85,8 +93,17 @@ def build_engine(start: Start, role: worker_pb2.Role.ValueType, transport: str) 
         vocab_size=model_config.vocab_size,
         transport=transport,
     )
-    steps = StepRunner(scheduler, runner, sampler, counters)
-    return Engine(hello, memory, blocks, scheduler, steps, counters)
+    cores = _join_cores(config)
+    steps = StepRunner(scheduler, runner, sampler, counters, cores)
+    return Engine(hello, memory, blocks, scheduler, steps, counters, cores)
+
+
+def _join_cores(config: WorkerConfig) -> CoreShares | None:
+    if not config.cores_folder:
+        return None
+    folder = Path(config.cores_folder).expanduser()
+    max_threads = config.max_threads or len(os.sched_getaffinity(0))
+    return CoreShares(folder, config.engine_id, config.num_threads, max_threads)
 
 
 def _layout(config: WorkerConfig, model_config: ModelConfig) -> KVLayout:

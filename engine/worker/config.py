@@ -37,7 +37,11 @@ class WorkerConfig:
     max_num_waiting: int = 1024
     """Bound of the queue."""
     num_threads: int = 1
-    """Compute threads."""
+    """Compute threads that are this worker's own."""
+    max_threads: int | None = None
+    """Bound of a step that borrows idle workers' threads; None means the cores of the machine."""
+    cores_folder: str = ""
+    """Where the workers of a host find each other to lend idle cores; empty means never."""
     ops_backend: str = "auto"
     """auto, reference, cpu or npu."""
     lease_s: float = 4.0

@@ -3,11 +3,14 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
+import torch
+
 from engine.request import Request, RequestKey
 from engine.runner import Runner
 from engine.sampling import Sampler
 from engine.scheduler import ScheduledRequest, Scheduler
 from engine.worker.convert import logprobs_to_proto, output_to_proto
+from engine.worker.cores import CoreShares
 from engine.worker.stats import LoopCounters
 from protos import worker_pb2
 
@@ -18,12 +21,18 @@ class StepRunner:
     """Runs scheduled requests, samples, advances the scheduler and builds the token messages."""
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, sampler: Sampler, counters: LoopCounters
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        sampler: Sampler,
+        counters: LoopCounters,
+        cores: CoreShares | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._sampler = sampler
         self._counters = counters
+        self._cores = cores
         self._prompt_logprobs: dict[RequestKey, list[worker_pb2.LogprobList]] = {}
 
     def run(
@@ -33,6 +42,9 @@ class StepRunner:
 
         on_layer(i): called from inside the forward pass once layer i's KV of this step is written.
         """
+        if self._cores is not None:
+            self._cores.set_busy(True)
+            torch.set_num_threads(self._cores.num_threads())
         output = self._runner.run(scheduled, on_layer)
         for part in output.prompt_logprobs:
             # NOTE: the token's own logprob comes first in its list.
@@ -59,6 +71,11 @@ class StepRunner:
             message.prompt_logprobs.extend(self._prompt_logprobs.pop(request.key, ()))
             emitted.append((request, message))
         return emitted
+
+    def idle(self) -> None:
+        """Say that there is nothing to run: the others may have the cores."""
+        if self._cores is not None:
+            self._cores.set_busy(False)
 
     def forget(self, key: RequestKey) -> None:
         """Drop what is kept for a request that ends before its first token."""

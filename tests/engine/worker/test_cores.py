@@ -1,0 +1,52 @@
+import subprocess
+import sys
+from pathlib import Path
+
+from engine.worker.cores import CoreShares
+
+
+def test_an_idle_workers_cores_are_lent_and_come_back(tmp_path: Path) -> None:
+    prefiller = CoreShares(tmp_path, "prefiller-0", own_threads=1, max_threads=4)
+    decoder = CoreShares(tmp_path, "decoder-0", own_threads=2, max_threads=4)
+    prefiller.set_busy(True)
+    assert prefiller.num_threads() == 3
+    decoder.set_busy(True)
+    assert prefiller.num_threads() == 1
+    assert decoder.num_threads() == 2
+    prefiller.set_busy(False)
+    assert decoder.num_threads() == 3
+    prefiller.close()
+    decoder.close()
+
+
+def test_the_bound_of_a_step_holds(tmp_path: Path) -> None:
+    shares = [CoreShares(tmp_path, f"w-{i}", own_threads=2, max_threads=4) for i in range(4)]
+    assert shares[0].num_threads() == 4
+    for share in shares:
+        share.close()
+
+
+def test_a_killed_worker_gives_its_cores_up(tmp_path: Path) -> None:
+    script = (
+        "import sys, pathlib\n"
+        "from engine.worker.cores import CoreShares\n"
+        "shares = CoreShares(pathlib.Path(sys.argv[1]), 'w-1', 1, 2)\n"
+        "shares.set_busy(True)\n"
+        "print('busy', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[3],
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "busy\n"
+        mine = CoreShares(tmp_path, "w-0", own_threads=1, max_threads=2)
+        assert mine.num_threads() == 1
+        other.kill()
+        other.wait(10)
+        assert mine.num_threads() == 2
+        mine.close()
