@@ -54,12 +54,32 @@ constexpr T round_up(T a, T b) {
   return ceil_div(a, b) * b;
 }
 
+#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
+// Halves of rows r and r + 4 side by side, so that the loads do a third of the shuffling.
+inline __m256 load_halves(const float* src, int64_t ld_src) {
+  return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(src)),
+                              _mm_loadu_ps(src + 4 * ld_src), 1);
+}
+
+// dst[c][r] = src[r][c] for 8 rows and 4 columns.
+inline void transpose_8x4(const float* src, int64_t ld_src, float* dst, int64_t ld_dst) {
+  const __m256 a = load_halves(src, ld_src), b = load_halves(src + ld_src, ld_src);
+  const __m256 c = load_halves(src + 2 * ld_src, ld_src), d = load_halves(src + 3 * ld_src, ld_src);
+  const __m256 ab_low = _mm256_unpacklo_ps(a, b), ab_high = _mm256_unpackhi_ps(a, b);
+  const __m256 cd_low = _mm256_unpacklo_ps(c, d), cd_high = _mm256_unpackhi_ps(c, d);
+  _mm256_storeu_ps(dst, _mm256_shuffle_ps(ab_low, cd_low, 0x44));
+  _mm256_storeu_ps(dst + ld_dst, _mm256_shuffle_ps(ab_low, cd_low, 0xee));
+  _mm256_storeu_ps(dst + 2 * ld_dst, _mm256_shuffle_ps(ab_high, cd_high, 0x44));
+  _mm256_storeu_ps(dst + 3 * ld_dst, _mm256_shuffle_ps(ab_high, cd_high, 0xee));
+}
+#endif
+
 // dst[c][r] = src[r][c] for a kLanes x kLanes block.
 inline void transpose_block(const float* src, int64_t ld_src, float* dst, int64_t ld_dst) {
-#if defined(CPU_CAPABILITY_AVX512)
-  at::vec::transpose_mxn<float, 16, 16>(src, ld_src, dst, ld_dst);
-#elif defined(CPU_CAPABILITY_AVX2)
-  at::vec::transpose_mxn<float, 8, 8>(src, ld_src, dst, ld_dst);
+#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
+  for (int r = 0; r < kLanes; r += 8)
+    for (int c = 0; c < kLanes; c += 4)
+      transpose_8x4(src + r * ld_src + c, ld_src, dst + c * ld_dst + r, ld_dst);
 #else
   for (int r = 0; r < kLanes; ++r)
     for (int c = 0; c < kLanes; ++c) dst[c * ld_dst + r] = src[r * ld_src + c];
