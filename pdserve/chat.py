@@ -24,12 +24,16 @@ class Chat:
         base_url: str,
         *,
         model: str | None,
+        api_key: str | None,
         system: str | None,
         max_tokens: int,
         temperature: float,
     ) -> None:
         root = base_url.rstrip("/").removesuffix("/v1")
-        self._client = httpx.Client(base_url=f"{root}/v1/", timeout=_TIMEOUT, trust_env=False)
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._client = httpx.Client(
+            base_url=f"{root}/v1/", headers=headers, timeout=_TIMEOUT, trust_env=False
+        )
         self._model = model
         self._options = {"max_tokens": max_tokens, "temperature": temperature}
         self._messages: list[dict[str, str]] = []
@@ -65,7 +69,10 @@ class Chat:
 
     def _stream(self) -> Iterator[str]:
         if self._model is None:
-            self._model = str(self._client.get("models").json()["data"][0]["id"])
+            models = self._client.get("models")
+            if models.status_code != 200:
+                raise ChatError(_message(models.content))
+            self._model = str(models.json()["data"][0]["id"])
         body = {"model": self._model, "messages": self._messages, "stream": True}
         with self._client.stream("POST", "chat/completions", json=body | self._options) as reply:
             if reply.status_code != 200:

@@ -7,6 +7,7 @@ NOTE: commands import what they run when they run it. Ray alone takes a second t
 import json
 import logging
 import os
+import secrets
 import sys
 import time
 from pathlib import Path
@@ -41,7 +42,7 @@ Overrides = Annotated[
 Model = Annotated[
     str | None, typer.Option("--model", help="Packaged name, folder, .gguf file or hub id.")
 ]
-Insecure = Annotated[bool, typer.Option(help="Allow a host that other machines reach.")]
+Insecure = Annotated[bool, typer.Option(help="Allow other machines without API keys.")]
 StateRoot = Annotated[Path, typer.Option("--state-dir", help="Where running services are noted.")]
 Service = Annotated[str, typer.Option("--service", help="Which one.")]
 AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
@@ -73,7 +74,7 @@ def up(
         return
     from pdserve.ray_environment import ray_environment
 
-    token = _new_token()
+    token = secrets.token_hex(32)
     os.environ.update(ray_environment(is_local=config.is_local, token=token))
     from pdserve.launch import make_plan, run_service
 
@@ -182,7 +183,12 @@ def chat(
 
     base_url = url or _running(service, state_root).http_url
     talk = Chat(
-        base_url, model=model, system=system, max_tokens=max_tokens, temperature=temperature
+        base_url,
+        model=model,
+        api_key=_api_key(),
+        system=system,
+        max_tokens=max_tokens,
+        temperature=temperature,
     )
     with talk:
         if message is None:
@@ -213,7 +219,6 @@ def bench(
     timeout: Annotated[str, typer.Option(help="For one request.")] = "600s",
     slo_ttft: Annotated[str | None, typer.Option(help="For goodput, such as 2s.")] = None,
     slo_tpot: Annotated[str | None, typer.Option(help="For goodput, such as 200ms.")] = None,
-    api_key_file: Annotated[Path | None, typer.Option(help="Sent as a bearer token.")] = None,
     output: Annotated[Path | None, typer.Option("-o", help="JSON file, - for stdout.")] = None,
     service: Service = "pdserve",
     state_root: StateRoot = _STATE_ROOT,
@@ -244,7 +249,7 @@ def bench(
         seed=seed,
         warmup_requests=warmup,
         timeout_s=_seconds("--timeout", timeout),
-        api_key=api_key_file.read_text().strip() if api_key_file else None,
+        api_key=_api_key(),
     )
     summary = summarize(
         load,
@@ -288,7 +293,7 @@ def _overrides(model: str | None, overrides: list[str] | None, insecure: bool) -
         settings.append(f"model={json.dumps(model)}")
     if insecure:
         settings.append("insecure=true")
-    if keys := os.environ.get("PDSERVE_API_KEY", "").split():
+    if keys := _api_keys():
         from proxy.auth import hash_key
 
         # Only hashes go on from here: to files, and to the arguments of a detached service.
@@ -303,12 +308,17 @@ def _seconds(option: str, text: str) -> float:
         raise ConfigError([f"{option} {text} is not allowed: {error}"]) from None
 
 
+def _api_keys() -> list[str]:
+    """Keys from the environment: all for `up` to accept, the first one for clients to send."""
+    return os.environ.get("PDSERVE_API_KEY", "").split()
+
+
+def _api_key() -> str | None:
+    return next(iter(_api_keys()), None)
+
+
 def _running(service: str, state_root: Path) -> ServiceState:
     return StateFolder(state_root.absolute(), service).read_running()
-
-
-def _new_token() -> str:
-    return os.urandom(32).hex()
 
 
 def _console() -> Console:

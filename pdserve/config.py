@@ -20,6 +20,7 @@ from pdserve.errors import ConfigError
 from pdserve.models import default_served_name
 from pdserve.units import format_bytes
 from prefiller.config import PrefillerConfig
+from proxy.auth import load_keys
 from proxy.config import ProxyConfig
 
 DERIVED = {
@@ -68,7 +69,7 @@ class ServiceConfig:
     grpc_port: Annotated[int, Ge(0), Le(65535)] = 8001
     """Port of the gRPC API; 0 picks a free one."""
     insecure: bool = False
-    """Allow a host that other machines reach although there are no API keys."""
+    """Allow a host that other machines reach without API keys."""
     block_size: Annotated[int, Ge(1), Le(1024)] = 32
     """Tokens per KV block."""
     max_model_len: Annotated[int, Ge(2)] | None = None
@@ -94,6 +95,11 @@ class ServiceConfig:
     def is_local(self) -> bool:
         """Whether everything runs on this machine, on loopback."""
         return self.ray.address == "local"
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether clients have to show an API key."""
+        return bool(self.proxy.api_keys_file or self.proxy.api_key_hashes)
 
     @property
     def public_name(self) -> str:
@@ -194,8 +200,11 @@ def _check_addresses(config: ServiceConfig) -> list[str]:
         )
     if config.http_port == config.grpc_port != 0:
         problems.append(f"http_port and grpc_port are both {config.http_port}: they must differ")
-    has_keys = bool(config.proxy.api_keys_file or config.proxy.api_key_hashes)
-    if not is_loopback(config.host) and not has_keys and not config.insecure:
+    try:
+        load_keys(config.proxy)
+    except (ValueError, OSError) as error:
+        problems.append(f"API keys: {error}")
+    if not is_loopback(config.host) and not config.needs_key and not config.insecure:
         problems.append(
             f"host is {config.host}, which other machines may reach, and there are no API keys: "
             "set proxy.api_keys_file or PDSERVE_API_KEY, use 127.0.0.1, or pass --insecure"
@@ -243,7 +252,7 @@ def user_values(config: ServiceConfig) -> dict[str, Any]:
     for path in DERIVED:
         section, name = path.split(".")
         del values[section][name]
-    values["transfer"]["auto_order"] = list(values["transfer"]["auto_order"])
-    for name in ("api_key_hashes", "cors_origins"):
-        values["proxy"][name] = list(values["proxy"][name])
+    for section in values.values():
+        if isinstance(section, dict):
+            section |= {name: list(v) for name, v in section.items() if isinstance(v, tuple)}
     return values

@@ -80,6 +80,7 @@ def print_banner(
         "",
         "Try it:",
         f"  curl -N {state.http_url}/v1/chat/completions -H 'Content-Type: application/json' \\",
+        *(['    -H "Authorization: Bearer $PDSERVE_API_KEY" \\'] if state.needs_key else []),
         f"    -d {shlex.quote(body)}",
         "  pdserve chat 'Why is the sky blue?'",
         "",

@@ -8,7 +8,7 @@ The proxy and Ray start side by side: the proxy loads its tokenizer while Ray co
 
 import logging
 import os
-import secrets
+import shutil
 import signal
 import socket
 import threading
@@ -156,8 +156,14 @@ class _Supervisor:
         config = self._config
         desired_path = self.folder.path / "desired.json"
         desired_path.unlink(missing_ok=True)
+        cores_folder = self.folder.path / "cores"
+        shutil.rmtree(cores_folder, ignore_errors=True)
         prefiller, decoder = worker_configs(
-            config, model_path=str(self.plan.model_path), token=self.plan.token
+            config,
+            model_path=str(self.plan.model_path),
+            token=self.plan.token,
+            # In a cluster Ray gives each worker its CPUs.
+            cores_folder=str(cores_folder) if config.is_local else "",
         )
         # NOTE: with a Ray of our own any number of workers has to fit: they share the cores.
         is_shared = config.is_local
@@ -219,6 +225,7 @@ class _Supervisor:
             http_port=ports.http_port,
             grpc_port=ports.grpc_port,
             controller_address=self.plan.controller_address,
+            needs_key=self._config.needs_key,
             token=self.plan.token,
         )
         self.folder.write(state)
@@ -245,11 +252,6 @@ class _Supervisor:
                     heard_s = now_s
             if now_s - heard_s >= _CONTROLLER_LOST_S:
                 raise ServiceLost(f"no controller for {_CONTROLLER_LOST_S:.0f} s: stopping")
-
-
-def new_token() -> str:
-    """A secret for one run of a service."""
-    return secrets.token_hex(32)
 
 
 def _check_port_free(host: str, name: str, port: int) -> None:

@@ -1,6 +1,6 @@
 """What is known of a running service, on this machine: one folder per service, owner-only.
 
-~/.pdserve/<service>/  state.json  lock  proxy.json  ports.json  desired.json
+~/.pdserve/<service>/  state.json  lock  proxy.json  ports.json  desired.json  cores/
                        ray_folder  ray_processes  supervisor.log  logs/
 """
 
@@ -31,6 +31,8 @@ class ServiceState:
     http_port: int
     grpc_port: int
     controller_address: str
+    needs_key: bool
+    """Whether clients have to show an API key."""
     token: str
     """The cluster's secret: why the file is for its owner only."""
 

@@ -77,6 +77,19 @@ def test_a_host_that_others_reach_needs_insecure() -> None:
     assert load("host=0.0.0.0", "insecure=true").host == "0.0.0.0"
 
 
+def test_api_keys_open_other_hosts_and_a_broken_list_of_keys_is_refused(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"alice sha256:{'ab' * 32}\n")
+    config = load("host=0.0.0.0", f"proxy.api_keys_file={keys}")
+    assert config.needs_key
+    assert parse_config(user_values(config)) == config
+    keys.write_text("alice in plain text\n")
+    with pytest.raises(ConfigError, match="keys:1"):
+        load(f"proxy.api_keys_file={keys}")
+    with pytest.raises(ConfigError, match="No such file"):
+        load(f"proxy.api_keys_file={tmp_path}/none")
+
+
 @pytest.mark.parametrize(
     ("host", "expected"),
     [("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("h1", False)],

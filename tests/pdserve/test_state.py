@@ -19,6 +19,7 @@ STATE = ServiceState(
     http_port=1,
     grpc_port=2,
     controller_address="127.0.0.1:3",
+    needs_key=False,
     token="secret",
 )
 
