@@ -170,6 +170,7 @@ class DecodeLoop:
         request.state = RequestState.RESERVED
         self._entries[key] = _Entry(request, num_remote_tokens=request.num_tokens)
         self._pending.append(key)
+        self._steps.expect(request)
 
     def _refuse(self, key: RequestKey, code: worker_pb2.FailureCode.ValueType, reason: str) -> None:
         self._replies.failed(key, code, reason)

@@ -28,6 +28,8 @@ class SamplingParams:
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: frozenset[int] = frozenset()
+    grammar: str = ""
+    """What the output must match, in llguidance's form; empty: anything."""
 
 
 class RequestState(enum.Enum):

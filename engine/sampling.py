@@ -1,7 +1,7 @@
 """From logits to tokens, batched.
 
-Order: logit_bias; repetition, presence and frequency penalties; min_tokens; temperature; min_p;
-top_k; top_p; draw. Log-probabilities are those of the model's own logits, before all of that.
+Order: logit_bias; repetition, presence and frequency penalties; min_tokens; grammar; temperature;
+min_p; top_k; top_p; draw. Log-probabilities are those of the model's own logits, before all of it.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.draw import DrawParams, draw, uniforms, uses_top_k
+from engine.grammar import TokenMasks
 from engine.logprobs import TokenLogprobs, top_logprobs
 from engine.penalties import Penalties
 from engine.request import Request, SamplingParams
@@ -38,11 +39,14 @@ class Sampler:
         self._batch: _Batch | None = None
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor, requests: Sequence[Request]) -> SamplerOutput:
+    def sample(
+        self, logits: Tensor, requests: Sequence[Request], masks: TokenMasks | None = None
+    ) -> SamplerOutput:
         """Sample the token after the last one of each request.
 
-        logits: [R, V] float32, row i for requests[i]; not modified. The random number is a pure
-        function of the request's seed and the new token's index in token_ids.
+        logits: [R, V] float32, row i for requests[i]; not modified. masks: of the requests with a
+        grammar. The random number is a pure function of the request's seed and the new token's
+        index in token_ids.
 
         Raises: ValueError: the shape of logits is not [len(requests), vocab_size].
         """
@@ -58,7 +62,7 @@ class Sampler:
                 requests, self._vocab_size, self._eos_token_ids, logits.device, self._batch
             )
         batch = self._batch
-        token_ids = batch.choose(batch.adjust(logits)).tolist()
+        token_ids = batch.choose(batch.adjust(logits, masks)).tolist()
         return SamplerOutput(token_ids, batch.logprobs(logits, token_ids))
 
     def forget(self) -> None:
@@ -102,11 +106,13 @@ class _Batch:
             row for row, r in enumerate(requests) if r.sampling.num_logprobs is not None
         ]
 
-    def adjust(self, logits: Tensor) -> Tensor:
-        """Logits with bias, penalties and bans; the same tensor where there are none."""
+    def adjust(self, logits: Tensor, masks: TokenMasks | None) -> Tensor:
+        """Logits with bias, penalties, bans and masks; the same tensor where there are none."""
         bans = [(row, ids) for row, ids in self._banned if _is_below_min_tokens(self.requests[row])]
-        if self._bias is None and not self.penalties and not bans:
+        if self._bias is None and not self.penalties and not bans and masks is None:
             return logits
+        if masks is not None and bans:
+            bans = _possible(bans, masks)
         logits = logits.clone()
         if self._bias is not None:
             rows, ids, values = self._bias
@@ -116,6 +122,9 @@ class _Batch:
         if bans:
             repeated = [row for row, ids in bans for _ in ids]
             logits[repeated, [token_id for _, ids in bans for token_id in ids]] = float("-inf")
+        if masks is not None:
+            blocked = torch.from_numpy(~masks.allowed).to(self._device)
+            logits[masks.rows] = logits[masks.rows].masked_fill_(blocked, float("-inf"))
         return logits
 
     def choose(self, logits: Tensor) -> Tensor:
@@ -186,6 +195,16 @@ def _bias(
         torch.tensor(ids, device=device),
         torch.tensor(values, dtype=torch.float32, device=device),
     )
+
+
+def _possible(bans: list[tuple[int, list[int]]], masks: TokenMasks) -> list[tuple[int, list[int]]]:
+    """The bans that leave a token: a grammar that can only end goes before min_tokens."""
+    allowed = dict(zip(masks.rows, masks.allowed, strict=True))
+    return [
+        (row, ids)
+        for row, ids in bans
+        if row not in allowed or allowed[row].sum() > allowed[row][ids].sum()
+    ]
 
 
 def _banned(

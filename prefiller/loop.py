@@ -189,6 +189,7 @@ class PrefillLoop:
             self._entries[key] = _Entry(
                 request, message.target, next_block=message.target.first_block
             )
+            self._steps.expect(request)
 
     def _refuse(self, key: RequestKey, code: worker_pb2.FailureCode.ValueType, reason: str) -> None:
         self._replies.failed(key, code, reason)

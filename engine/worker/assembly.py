@@ -2,15 +2,18 @@
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from engine.block_manager import BlockManager
 from engine.config import ModelConfig
+from engine.grammar import Grammars
 from engine.models import CausalLM, build_model
 from engine.runner import Runner
 from engine.sampling import Sampler
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.weights import load_model_config, load_weights
+from engine.weights.vocabulary import load_vocabulary
 from engine.worker.config import WorkerConfig
 from engine.worker.convert import layout_to_proto
 from engine.worker.cores import CoreShares
@@ -34,10 +37,12 @@ class Engine:
     steps: StepRunner
     counters: LoopCounters
     cores: CoreShares | None
+    grammars: Grammars
 
     def close(self) -> None:
         """Give back the cache's memory and the share of cores."""
         self.memory.close()
+        self.grammars.close()
         if self.cores is not None:
             self.cores.close()
 
@@ -94,8 +99,11 @@ def build_engine(start: Start, role: worker_pb2.Role.ValueType, transport: str) 
         transport=transport,
     )
     cores = _join_cores(config)
-    steps = StepRunner(scheduler, runner, sampler, counters, cores)
-    return Engine(hello, memory, blocks, scheduler, steps, counters, cores)
+    grammars = Grammars(
+        partial(load_vocabulary, Path(config.model_path)), model_config.vocab_size, eos_token_ids
+    )
+    steps = StepRunner(scheduler, runner, sampler, grammars, counters, cores)
+    return Engine(hello, memory, blocks, scheduler, steps, counters, cores, grammars)
 
 
 def _join_cores(config: WorkerConfig) -> CoreShares | None:

@@ -44,6 +44,7 @@ def sampling_from_proto(sampling: worker_pb2.SamplingParams) -> SamplingParams:
         min_tokens=sampling.min_tokens,
         ignore_eos=sampling.ignore_eos,
         stop_token_ids=frozenset(sampling.stop_token_ids),
+        grammar=sampling.grammar,
     )
 
 

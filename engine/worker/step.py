@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from engine.grammar import Grammars
 from engine.request import Request, RequestKey
 from engine.runner import Runner
 from engine.sampling import Sampler
@@ -25,12 +26,14 @@ class StepRunner:
         scheduler: Scheduler,
         runner: Runner,
         sampler: Sampler,
+        grammars: Grammars,
         counters: LoopCounters,
         cores: CoreShares | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._sampler = sampler
+        self._grammars = grammars
         self._counters = counters
         self._cores = cores
         self._prompt_logprobs: dict[RequestKey, list[worker_pb2.LogprobList]] = {}
@@ -45,6 +48,8 @@ class StepRunner:
         if self._cores is not None:
             self._cores.set_busy(True)
             torch.set_num_threads(self._cores.num_threads())
+        sampling = [entry.request for entry in scheduled if entry.samples]
+        self._grammars.prepare(sampling)
         output = self._runner.run(scheduled, on_layer)
         for part in output.prompt_logprobs:
             # NOTE: the token's own logprob comes first in its list.
@@ -55,12 +60,12 @@ class StepRunner:
                 worker_pb2.LogprobList(logprobs=[token, *alternatives.logprobs])
                 for token, alternatives in zip(own, top, strict=True)
             ]
-        sampling = [entry.request for entry in scheduled if entry.samples]
         for entry in scheduled:
             self._counters.num_computed_tokens += entry.num_tokens
             if entry.request.num_output_tokens == 0:
                 self._counters.num_prompt_tokens += entry.num_tokens
-        sampled = self._sampler.sample(output.logits, sampling)
+        masks = self._grammars.masks(sampling)
+        sampled = self._sampler.sample(output.logits, sampling, masks)
         self._scheduler.update(scheduled, sampled.token_ids)
         self._counters.num_generated_tokens += len(sampling)
         emitted = []
@@ -69,6 +74,8 @@ class StepRunner:
         ):
             message = output_to_proto(request, [token_id], [logprobs] if logprobs else [])
             message.prompt_logprobs.extend(self._prompt_logprobs.pop(request.key, ()))
+            if error := self._grammars.error(request.key):
+                message = worker_pb2.TokenOutput(key=message.key, error=f"grammar: {error}")
             emitted.append((request, message))
         return emitted
 
@@ -78,8 +85,13 @@ class StepRunner:
             self._cores.set_busy(False)
 
     def forget(self, key: RequestKey) -> None:
-        """Drop what is kept for a request that ends before its first token."""
+        """Drop what is kept for a request that is over."""
         self._prompt_logprobs.pop(key, None)
+        self._grammars.forget(key)
+
+    def expect(self, request: Request) -> None:
+        """Begin what can be done before the first step of a request: compiling its grammar."""
+        self._grammars.prepare([request])
 
 
 def group_by_session(
