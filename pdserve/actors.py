@@ -6,6 +6,7 @@ Nothing else of the controller knows Ray's API or its exceptions.
 import asyncio
 import importlib
 import json
+import os
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -53,6 +54,9 @@ class WorkerActor:
         host = config["host"] or self._node
         config["host"] = host
         config["transfer"]["host"] = host
+        # NOTE: OpenMP reads this when torch is loaded, below. Waiting threads must sleep, not spin: the
+        # other role may be computing on the same cores. It costs 0 to 15 % of a step when alone.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         module, _, name = entry.partition(":")
         worker_class = vars(importlib.import_module(module))[name]
         self._worker: Worker = worker_class(json.dumps(config))
