@@ -54,8 +54,8 @@ class WorkerActor:
         host = config["host"] or self._node
         config["host"] = host
         config["transfer"]["host"] = host
-        # NOTE: OpenMP reads this when torch is loaded, below. Waiting threads must sleep, not spin: the
-        # other role may be computing on the same cores. It costs 0 to 15 % of a step when alone.
+        # NOTE: OpenMP reads this when torch is loaded, below. Waiting threads must sleep, not spin:
+        # the other role may compute on the same cores. It costs 0 to 20 % of a step when alone.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         module, _, name = entry.partition(":")
         worker_class = vars(importlib.import_module(module))[name]
