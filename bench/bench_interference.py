@@ -1,0 +1,135 @@
+"""What arriving prompts do to running streams: disaggregated against colocated, in one run.
+
+Four streams decode; in the second half a 1,024-token prompt arrives every 6 s. Printed per service:
+the streams' inter-token latency and token rate without and with these arrivals. "colocated" is the
+same engine as one worker that owns every core (prefiller.replicas=0).
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from pdserve.load import LoadConfig, LoadResult, run_load
+from pdserve.state import StateFolder
+
+START_TIMEOUT_S = 300.0
+NUM_STREAMS = 4
+PROMPT_INTERVAL_S = 6.0
+NUM_PROMPTS = 5
+STREAM_TOKENS = 400
+
+SERVICES = {
+    "pd": [],
+    "colocated": ["--set", "prefiller.replicas=0", "--set", "decoder.max_prefill_tokens=512"],
+}
+
+Row = dict[str, float]
+
+
+def quantile(values: list[float], share: float) -> float:
+    """The value below which `share` of the values lie."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def row(result: LoadResult, until_s: float) -> Row:
+    """Streams' figures, over the time in which all of them ran."""
+    itl = [
+        gap
+        for request in result.requests
+        for gap, at in zip(request.itl_s, request.piece_s[1:], strict=True)
+        if at <= until_s
+    ]
+    return {
+        "itl_p50_s": statistics.median(itl),
+        "itl_p99_s": quantile(itl, 0.99),
+        "tokens_per_s": NUM_STREAMS / statistics.mean(itl),
+    }
+
+
+async def measure(url: str, model: str) -> dict[str, Row]:
+    """Quiet, then disturbed."""
+    streams = LoadConfig(
+        url=url,
+        model=model,
+        concurrency=NUM_STREAMS,
+        num_requests=NUM_STREAMS,
+        input_tokens=64,
+        output_tokens=STREAM_TOKENS,
+    )
+    quiet = await run_load(replace(streams, seed=1))
+    prompts = LoadConfig(
+        url=url, model=model, concurrency=1, num_requests=1, input_tokens=1024, output_tokens=8
+    )
+    ttfts: list[float] = []
+
+    async def arrive(index: int) -> None:
+        await asyncio.sleep(index * PROMPT_INTERVAL_S)
+        load = replace(prompts, seed=100 + index, warmup_requests=0)
+        ttfts.extend(request.ttft_s for request in (await run_load(load)).requests)
+
+    rate = row(quiet, float("inf"))["tokens_per_s"] / NUM_STREAMS
+    needed = int(rate * PROMPT_INTERVAL_S * NUM_PROMPTS)
+    task = asyncio.create_task(
+        run_load(replace(streams, seed=2, output_tokens=needed, warmup_requests=0))
+    )
+    await asyncio.sleep(1.0)  # the streams are decoding now
+    await asyncio.gather(*(arrive(index) for index in range(NUM_PROMPTS)))
+    disturbed = await task
+    errors = [r.error for r in (*quiet.requests, *disturbed.requests) if r.error]
+    if errors:
+        raise SystemExit(f"{len(errors)} streams failed: {errors[0]}")
+    return {
+        "quiet": row(quiet, float("inf")),
+        "disturbed": row(disturbed, min(r.piece_s[-1] for r in disturbed.requests)),
+        "prompts": {"ttft_p50_s": statistics.median(ttfts), "ttft_max_s": max(ttfts)},
+    }
+
+
+def measure_service(options: list[str]) -> dict[str, Row]:
+    """Start a service with `options`, measure it, stop it."""
+    with tempfile.TemporaryDirectory() as folder:
+        place = ["--state-dir", folder]
+        pdserve = [sys.executable, "-m", "pdserve"]
+        ports = ["--set", "http_port=0", "--set", "grpc_port=0", "--set", "service=bench"]
+        up = [*pdserve, "up", "--detach", *ports, *place, *options]
+        subprocess.run(up, check=True, timeout=START_TIMEOUT_S, stdout=subprocess.DEVNULL)
+        try:
+            state = StateFolder(Path(folder), "bench").read_running()
+            return asyncio.run(measure(state.http_url, state.model))
+        finally:
+            down = [*pdserve, "down", "--service", "bench", *place]
+            subprocess.run(down, check=True, stdout=subprocess.DEVNULL)
+
+
+def main() -> None:
+    """Measure every service and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("-o", "--output", type=Path, default=Path("build/interference.json"))
+    arguments = parser.parse_args()
+    print("| service | ITL p50 quiet | p99 | p99 disturbed | ratio | rate kept | TTFT p50 |")
+    print("|---|---|---|---|---|---|---|")
+    results = {}
+    for name, options in SERVICES.items():
+        result = results[name] = measure_service(options)
+        quiet, disturbed = result["quiet"], result["disturbed"]
+        print(
+            f"| {name} | {quiet['itl_p50_s'] * 1e3:.0f} | {quiet['itl_p99_s'] * 1e3:.0f} "
+            f"| {disturbed['itl_p99_s'] * 1e3:.0f} "
+            f"| {disturbed['itl_p99_s'] / quiet['itl_p99_s']:.1f}x "
+            f"| {disturbed['tokens_per_s'] / quiet['tokens_per_s']:.0%} "
+            f"| {result['prompts']['ttft_p50_s'] * 1e3:.0f} |",
+            flush=True,
+        )
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
