@@ -132,6 +132,71 @@ def test_bench_measures_without_errors(service: Cli) -> None:
     assert (summary["num_errors"], summary["num_output_tokens"]) == (0, 16)
 
 
+def run_under_load(service: Cli, what: Callable[[], None], num_requests: int) -> dict[str, object]:
+    """Do something while a load runs; return the load's summary."""
+    with subprocess.Popen(
+        service.command(
+            "bench",
+            *("-n", str(num_requests), "--concurrency", "4", "--warmup", "0", "-o", "-"),
+            *("--input-tokens", "200", "--output-tokens", "24"),
+        ),
+        stdout=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        text=True,
+    ) as load:
+        wait_for(lambda: num_inflight(service) > 0, 30)
+        what()
+        output, _ = load.communicate(timeout=120)
+    summary: dict[str, object] = json.loads(output)
+    return summary
+
+
+def num_inflight(service: Cli) -> int:
+    reply = httpx.get(f"{service.status()['http_url']}/pdserve/status", trust_env=False)
+    return int(reply.json()["num_inflight_requests"])
+
+
+def prefiller_of(service: Cli) -> dict[str, object]:
+    workers = service.status()["workers"]
+    assert isinstance(workers, list)
+    return next(w for w in workers if w["engine_id"] == "prefiller-0")
+
+
+def test_a_killed_prefiller_hurts_no_client_and_serves_again(service: Cli) -> None:
+    before = prefiller_of(service)
+
+    def kill() -> None:
+        os.kill(int(str(before["pid"])), signal.SIGKILL)
+
+    summary = run_under_load(service, kill, num_requests=24)
+    assert (summary["num_errors"], summary["num_output_tokens"]) == (0, 24 * 24)
+
+    def is_back() -> bool:
+        now = prefiller_of(service)
+        return now["state"] == "ready" and now["pid"] != before["pid"]
+
+    wait_for(is_back, 60)
+    url = f"{service.status()['http_url']}/pdserve/status"
+
+    def has_served() -> bool:
+        workers = httpx.get(url, trust_env=False).json()["workers"]
+        if any(w["role"] == "prefiller" and w["num_computed_tokens"] for w in workers):
+            return True
+        run_under_load(service, lambda: None, num_requests=4)
+        return False
+
+    wait_for(has_served, 60)
+
+
+def test_scaling_under_load_hurts_no_client(service: Cli) -> None:
+    def scale() -> None:
+        for numbers in (("prefiller=2", "decoder=2"), ("prefiller=1", "decoder=1")):
+            assert service.run("scale", *numbers, "--grace", "5s").returncode == 0
+
+    summary = run_under_load(service, scale, num_requests=80)
+    assert (summary["num_errors"], summary["num_output_tokens"]) == (0, 80 * 24)
+
+
 @pytest.mark.parametrize("when_s", [0.0, 3.0])
 def test_ctrl_c_during_the_start_stops_everything(tmp_path: Path, when_s: float) -> None:
     cli = Cli(tmp_path)
