@@ -352,7 +352,8 @@ class Scheduler:
         stops = token_id in sampling.stop_token_ids or (
             token_id in self._eos_token_ids and not sampling.ignore_eos
         )
-        if stops and request.num_output_tokens > sampling.min_tokens:
+        # The sampler lets a grammar that is complete end below min_tokens.
+        if stops and (request.num_output_tokens > sampling.min_tokens or sampling.grammar):
             return FinishReason.STOP
         if request.num_output_tokens >= sampling.max_tokens:
             return FinishReason.LENGTH

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16protos/inference.proto\x12\npdserve.v1\"\xf9\x05\n\x11GenerationOptions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x05H\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\t \x01(\x02H\x08\x88\x01\x01\x12@\n\nlogit_bias\x18\n \x03(\x0b\x32,.pdserve.v1.GenerationOptions.LogitBiasEntry\x12\x11\n\x04seed\x18\x0b \x01(\x03H\t\x88\x01\x01\x12\x0e\n\x01n\x18\x0c \x01(\rH\n\x88\x01\x01\x12\x0c\n\x04stop\x18\r \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0e \x03(\r\x12\x12\n\nignore_eos\x18\x0f \x01(\x08\x12\x15\n\x08logprobs\x18\x10 \x01(\rH\x0b\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x11 \x01(\x08H\x0c\x88\x01\x01\x12\x15\n\x08priority\x18\x12 \x01(\x05H\r\x88\x01\x01\x12\x0c\n\x04\x65\x63ho\x18\x13 \x01(\x08\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\x04\n\x02_nB\x0b\n\t_logprobsB\x16\n\x14_skip_special_tokensB\x0b\n\t_priority\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x95\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x14.pdserve.v1.TokenIdsH\x00\x12.\n\x07options\x18\x04 \x01(\x0b\x32\x1d.pdserve.v1.GenerationOptionsB\x08\n\x06prompt\":\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\"\xd8\x01\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12)\n\x08messages\x18\x02 \x03(\x0b\x32\x17.pdserve.v1.ChatMessage\x12.\n\x07options\x18\x03 \x01(\x0b\x32\x1d.pdserve.v1.GenerationOptions\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x04 \x01(\x08H\x00\x88\x01\x01\x12!\n\x19\x63hat_template_kwargs_json\x18\x05 \x01(\tB\x18\n\x16_add_generation_prompt\"J\n\x07Logprob\x12\r\n\x05token\x18\x01 \x01(\t\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\x12\r\n\x05\x62ytes\x18\x04 \x01(\x0c\"Z\n\x10PositionLogprobs\x12$\n\x07sampled\x18\x01 \x01(\x0b\x32\x13.pdserve.v1.Logprob\x12 \n\x03top\x18\x02 \x03(\x0b\x32\x13.pdserve.v1.Logprob\"\x7f\n\x06\x43hoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\x12.\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1c.pdserve.v1.PositionLogprobs\"f\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x14\n\x0ctotal_tokens\x18\x03 \x01(\r\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\"\x85\x01\n\x10GenerateResponse\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0f\n\x07\x63reated\x18\x03 \x01(\x03\x12#\n\x07\x63hoices\x18\x04 \x03(\x0b\x32\x12.pdserve.v1.Choice\x12 \n\x05usage\x18\x05 \x01(\x0b\x32\x11.pdserve.v1.Usage\"\x82\x01\n\rGenerateChunk\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0f\n\x07\x63reated\x18\x03 \x01(\x03\x12#\n\x07\x63hoices\x18\x04 \x03(\x0b\x32\x12.pdserve.v1.Choice\x12 \n\x05usage\x18\x05 \x01(\x0b\x32\x11.pdserve.v1.Usage\"\x9a\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x17.pdserve.v1.ChatRequestH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05inputB\x15\n\x13_add_special_tokens\"H\n\x10TokenizeResponse\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\"2\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x0f\n\rModelsRequest\"M\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07\x63reated\x18\x02 \x01(\x03\x12\x10\n\x08owned_by\x18\x03 \x01(\t\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\"3\n\x0eModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.pdserve.v1.Model2\xf6\x03\n\tInference\x12\x45\n\x08Generate\x12\x1b.pdserve.v1.GenerateRequest\x1a\x1c.pdserve.v1.GenerateResponse\x12J\n\x0eGenerateStream\x12\x1b.pdserve.v1.GenerateRequest\x1a\x19.pdserve.v1.GenerateChunk0\x01\x12=\n\x04\x43hat\x12\x17.pdserve.v1.ChatRequest\x1a\x1c.pdserve.v1.GenerateResponse\x12\x42\n\nChatStream\x12\x17.pdserve.v1.ChatRequest\x1a\x19.pdserve.v1.GenerateChunk0\x01\x12\x45\n\x08Tokenize\x12\x1b.pdserve.v1.TokenizeRequest\x1a\x1c.pdserve.v1.TokenizeResponse\x12K\n\nDetokenize\x12\x1d.pdserve.v1.DetokenizeRequest\x1a\x1e.pdserve.v1.DetokenizeResponse\x12?\n\x06Models\x12\x19.pdserve.v1.ModelsRequest\x1a\x1a.pdserve.v1.ModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16protos/inference.proto\x12\npdserve.v1\"\xc3\x08\n\x11GenerationOptions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x05H\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\t \x01(\x02H\x08\x88\x01\x01\x12@\n\nlogit_bias\x18\n \x03(\x0b\x32,.pdserve.v1.GenerationOptions.LogitBiasEntry\x12\x11\n\x04seed\x18\x0b \x01(\x03H\t\x88\x01\x01\x12\x0e\n\x01n\x18\x0c \x01(\rH\n\x88\x01\x01\x12\x0c\n\x04stop\x18\r \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0e \x03(\r\x12\x12\n\nignore_eos\x18\x0f \x01(\x08\x12\x15\n\x08logprobs\x18\x10 \x01(\rH\x0b\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x11 \x01(\x08H\x0c\x88\x01\x01\x12\x15\n\x08priority\x18\x12 \x01(\x05H\r\x88\x01\x01\x12\x0c\n\x04\x65\x63ho\x18\x13 \x01(\x08\x12\x14\n\x07\x62\x65st_of\x18\x14 \x01(\rH\x0e\x88\x01\x01\x12\"\n\x1ainclude_stop_str_in_output\x18\x15 \x01(\x08\x12\x12\n\ncache_salt\x18\x16 \x01(\t\x12\x0c\n\x04user\x18\x17 \x01(\t\x12\x1c\n\x0fprompt_logprobs\x18\x18 \x01(\rH\x0f\x88\x01\x01\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x19 \x01(\x08H\x10\x88\x01\x01\x12\x1c\n\x14response_format_json\x18\x1a \x01(\t\x12\x13\n\x0bguided_json\x18\x1b \x01(\t\x12\x14\n\x0cguided_regex\x18\x1c \x01(\t\x12\x15\n\rguided_choice\x18\x1d \x03(\t\x12\x16\n\x0eguided_grammar\x18\x1e \x01(\t\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\x04\n\x02_nB\x0b\n\t_logprobsB\x16\n\x14_skip_special_tokensB\x0b\n\t_priorityB\n\n\x08_best_ofB\x12\n\x10_prompt_logprobsB\x15\n\x13_add_special_tokens\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x95\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x14.pdserve.v1.TokenIdsH\x00\x12.\n\x07options\x18\x04 \x01(\x0b\x32\x1d.pdserve.v1.GenerationOptionsB\x08\n\x06prompt\"F\n\x08ToolCall\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"\x95\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12(\n\ntool_calls\x18\x04 \x03(\x0b\x32\x14.pdserve.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\t\x12\x19\n\x11reasoning_content\x18\x06 \x01(\t\"\xe0\x02\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12)\n\x08messages\x18\x02 \x03(\x0b\x32\x17.pdserve.v1.ChatMessage\x12.\n\x07options\x18\x03 \x01(\x0b\x32\x1d.pdserve.v1.GenerationOptions\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x04 \x01(\x08H\x00\x88\x01\x01\x12!\n\x19\x63hat_template_kwargs_json\x18\x05 \x01(\t\x12\x12\n\ntools_json\x18\x06 \x01(\t\x12\x18\n\x10tool_choice_json\x18\x07 \x01(\t\x12 \n\x13parallel_tool_calls\x18\x08 \x01(\x08H\x01\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\t \x01(\x08\x42\x18\n\x16_add_generation_promptB\x16\n\x14_parallel_tool_calls\"J\n\x07Logprob\x12\r\n\x05token\x18\x01 \x01(\t\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\x12\r\n\x05\x62ytes\x18\x04 \x01(\x0c\"Z\n\x10PositionLogprobs\x12$\n\x07sampled\x18\x01 \x01(\x0b\x32\x13.pdserve.v1.Logprob\x12 \n\x03top\x18\x02 \x03(\x0b\x32\x13.pdserve.v1.Logprob\"\x90\x02\n\x06\x43hoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\x12.\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1c.pdserve.v1.PositionLogprobs\x12(\n\ntool_calls\x18\x06 \x03(\x0b\x32\x14.pdserve.v1.ToolCall\x12\x19\n\x11reasoning_content\x18\x07 \x01(\t\x12\x35\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x1c.pdserve.v1.PositionLogprobs\x12\x13\n\x0bstop_reason\x18\t \x01(\t\"f\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x14\n\x0ctotal_tokens\x18\x03 \x01(\r\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\"\x85\x01\n\x10GenerateResponse\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0f\n\x07\x63reated\x18\x03 \x01(\x03\x12#\n\x07\x63hoices\x18\x04 \x03(\x0b\x32\x12.pdserve.v1.Choice\x12 \n\x05usage\x18\x05 \x01(\x0b\x32\x11.pdserve.v1.Usage\"\x82\x01\n\rGenerateChunk\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0f\n\x07\x63reated\x18\x03 \x01(\x03\x12#\n\x07\x63hoices\x18\x04 \x03(\x0b\x32\x12.pdserve.v1.Choice\x12 \n\x05usage\x18\x05 \x01(\x0b\x32\x11.pdserve.v1.Usage\"\x9a\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x17.pdserve.v1.ChatRequestH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05inputB\x15\n\x13_add_special_tokens\"H\n\x10TokenizeResponse\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\"2\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x0f\n\rModelsRequest\"M\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07\x63reated\x18\x02 \x01(\x03\x12\x10\n\x08owned_by\x18\x03 \x01(\t\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\"3\n\x0eModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.pdserve.v1.Model2\xf6\x03\n\tInference\x12\x45\n\x08Generate\x12\x1b.pdserve.v1.GenerateRequest\x1a\x1c.pdserve.v1.GenerateResponse\x12J\n\x0eGenerateStream\x12\x1b.pdserve.v1.GenerateRequest\x1a\x19.pdserve.v1.GenerateChunk0\x01\x12=\n\x04\x43hat\x12\x17.pdserve.v1.ChatRequest\x1a\x1c.pdserve.v1.GenerateResponse\x12\x42\n\nChatStream\x12\x17.pdserve.v1.ChatRequest\x1a\x19.pdserve.v1.GenerateChunk0\x01\x12\x45\n\x08Tokenize\x12\x1b.pdserve.v1.TokenizeRequest\x1a\x1c.pdserve.v1.TokenizeResponse\x12K\n\nDetokenize\x12\x1d.pdserve.v1.DetokenizeRequest\x1a\x1e.pdserve.v1.DetokenizeResponse\x12?\n\x06Models\x12\x19.pdserve.v1.ModelsRequest\x1a\x1a.pdserve.v1.ModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,43 +34,45 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATIONOPTIONS_LOGITBIASENTRY']._loaded_options = None
   _globals['_GENERATIONOPTIONS_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_GENERATIONOPTIONS']._serialized_start=39
-  _globals['_GENERATIONOPTIONS']._serialized_end=800
-  _globals['_GENERATIONOPTIONS_LOGITBIASENTRY']._serialized_start=545
-  _globals['_GENERATIONOPTIONS_LOGITBIASENTRY']._serialized_end=593
-  _globals['_TOKENIDS']._serialized_start=802
-  _globals['_TOKENIDS']._serialized_end=825
-  _globals['_GENERATEREQUEST']._serialized_start=828
-  _globals['_GENERATEREQUEST']._serialized_end=977
-  _globals['_CHATMESSAGE']._serialized_start=979
-  _globals['_CHATMESSAGE']._serialized_end=1037
-  _globals['_CHATREQUEST']._serialized_start=1040
-  _globals['_CHATREQUEST']._serialized_end=1256
-  _globals['_LOGPROB']._serialized_start=1258
-  _globals['_LOGPROB']._serialized_end=1332
-  _globals['_POSITIONLOGPROBS']._serialized_start=1334
-  _globals['_POSITIONLOGPROBS']._serialized_end=1424
-  _globals['_CHOICE']._serialized_start=1426
-  _globals['_CHOICE']._serialized_end=1553
-  _globals['_USAGE']._serialized_start=1555
-  _globals['_USAGE']._serialized_end=1657
-  _globals['_GENERATERESPONSE']._serialized_start=1660
-  _globals['_GENERATERESPONSE']._serialized_end=1793
-  _globals['_GENERATECHUNK']._serialized_start=1796
-  _globals['_GENERATECHUNK']._serialized_end=1926
-  _globals['_TOKENIZEREQUEST']._serialized_start=1929
-  _globals['_TOKENIZEREQUEST']._serialized_end=2083
-  _globals['_TOKENIZERESPONSE']._serialized_start=2085
-  _globals['_TOKENIZERESPONSE']._serialized_end=2157
-  _globals['_DETOKENIZEREQUEST']._serialized_start=2159
-  _globals['_DETOKENIZEREQUEST']._serialized_end=2209
-  _globals['_DETOKENIZERESPONSE']._serialized_start=2211
-  _globals['_DETOKENIZERESPONSE']._serialized_end=2245
-  _globals['_MODELSREQUEST']._serialized_start=2247
-  _globals['_MODELSREQUEST']._serialized_end=2262
-  _globals['_MODEL']._serialized_start=2264
-  _globals['_MODEL']._serialized_end=2341
-  _globals['_MODELSRESPONSE']._serialized_start=2343
-  _globals['_MODELSRESPONSE']._serialized_end=2394
-  _globals['_INFERENCE']._serialized_start=2397
-  _globals['_INFERENCE']._serialized_end=2899
+  _globals['_GENERATIONOPTIONS']._serialized_end=1130
+  _globals['_GENERATIONOPTIONS_LOGITBIASENTRY']._serialized_start=820
+  _globals['_GENERATIONOPTIONS_LOGITBIASENTRY']._serialized_end=868
+  _globals['_TOKENIDS']._serialized_start=1132
+  _globals['_TOKENIDS']._serialized_end=1155
+  _globals['_GENERATEREQUEST']._serialized_start=1158
+  _globals['_GENERATEREQUEST']._serialized_end=1307
+  _globals['_TOOLCALL']._serialized_start=1309
+  _globals['_TOOLCALL']._serialized_end=1379
+  _globals['_CHATMESSAGE']._serialized_start=1382
+  _globals['_CHATMESSAGE']._serialized_end=1531
+  _globals['_CHATREQUEST']._serialized_start=1534
+  _globals['_CHATREQUEST']._serialized_end=1886
+  _globals['_LOGPROB']._serialized_start=1888
+  _globals['_LOGPROB']._serialized_end=1962
+  _globals['_POSITIONLOGPROBS']._serialized_start=1964
+  _globals['_POSITIONLOGPROBS']._serialized_end=2054
+  _globals['_CHOICE']._serialized_start=2057
+  _globals['_CHOICE']._serialized_end=2329
+  _globals['_USAGE']._serialized_start=2331
+  _globals['_USAGE']._serialized_end=2433
+  _globals['_GENERATERESPONSE']._serialized_start=2436
+  _globals['_GENERATERESPONSE']._serialized_end=2569
+  _globals['_GENERATECHUNK']._serialized_start=2572
+  _globals['_GENERATECHUNK']._serialized_end=2702
+  _globals['_TOKENIZEREQUEST']._serialized_start=2705
+  _globals['_TOKENIZEREQUEST']._serialized_end=2859
+  _globals['_TOKENIZERESPONSE']._serialized_start=2861
+  _globals['_TOKENIZERESPONSE']._serialized_end=2933
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2935
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2985
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2987
+  _globals['_DETOKENIZERESPONSE']._serialized_end=3021
+  _globals['_MODELSREQUEST']._serialized_start=3023
+  _globals['_MODELSREQUEST']._serialized_end=3038
+  _globals['_MODEL']._serialized_start=3040
+  _globals['_MODEL']._serialized_end=3117
+  _globals['_MODELSRESPONSE']._serialized_start=3119
+  _globals['_MODELSRESPONSE']._serialized_end=3170
+  _globals['_INFERENCE']._serialized_start=3173
+  _globals['_INFERENCE']._serialized_end=3675
 # @@protoc_insertion_point(module_scope)

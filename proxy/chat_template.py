@@ -22,6 +22,7 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
+        self.source = source
         self._template = environment.from_string(source)
         self._special_tokens = dict(special_tokens)
 
@@ -31,13 +32,14 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool,
         template_kwargs: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """Build the prompt text.
 
         Raises: InvalidRequest: when the template refuses the messages or cannot take them.
         """
         variables = {
-            "tools": None,
+            "tools": list(tools) if tools else None,
             "documents": None,
             **self._special_tokens,
             **template_kwargs,

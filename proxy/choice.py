@@ -4,6 +4,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from proxy.detokenizer import Detokenizer
+from proxy.output_parser import OutputParser, ToolCallDelta
 from proxy.request import FinishReason, GenerationRequest, TokenEvent, TokenLogprobs
 from proxy.tokenizer import Tokenizer
 
@@ -32,6 +33,8 @@ class Delta:
 
     index: int
     text: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
     token_ids: list[int]
     logprobs: list[TextLogprob] | None = None
     """None when not asked for."""
@@ -40,6 +43,19 @@ class Delta:
     """The stop string, or the stop token's id, that ended the choice."""
     num_cached_tokens: int | None = None
     """In the first delta."""
+    prompt_logprobs: list[TextLogprob] | None = None
+    """In the first delta, if asked for: one per prompt token."""
+
+    @property
+    def is_visible(self) -> bool:
+        """Whether a client has anything to see here."""
+        return bool(
+            self.text
+            or self.reasoning
+            or self.tool_calls
+            or self.logprobs
+            or self.finish_reason is not None
+        )
 
 
 class ChoiceText:
@@ -60,6 +76,10 @@ class ChoiceText:
         self._skipped_ids = (
             tokenizer.special_ids if request.skip_special_tokens else frozenset[int]()
         )
+        output = request.output
+        self._parser = None if output is None else OutputParser(output)
+        if output is not None:
+            self._skipped_ids -= output.kept_ids
         self._detokenizer = Detokenizer(
             tokenizer.token_bytes,
             skipped_ids=self._skipped_ids,
@@ -106,10 +126,26 @@ class ChoiceText:
             if stopping and token_ids[-1] in self._request.sampling.stop_token_ids:
                 stop_reason = token_ids[-1]
         self._release_logprobs(logprobs, is_last=finish_reason is not None and matched is None)
+        prompt_logprobs = None
+        if self._is_first and self._request.shows_prompt_logprobs:
+            prompt_logprobs = self._prompt_entries(event)
         self._is_first = False
+        reasoning, calls = "", tuple[ToolCallDelta, ...]()
+        if self._parser is not None:
+            parsed = self._parser.push(text, is_last=finish_reason is not None)
+            reasoning, text, calls = parsed.reasoning, parsed.content, tuple(parsed.calls)
+            if (
+                finish_reason is FinishReason.STOP
+                and self._parser.has_calls
+                and not self._parser.options.is_named
+            ):
+                finish_reason = FinishReason.TOOL_CALLS
         return Delta(
             index=self._index,
             text=text,
+            reasoning=reasoning,
+            tool_calls=calls,
+            prompt_logprobs=prompt_logprobs,
             token_ids=token_ids,
             logprobs=logprobs if self._has_logprobs else None,
             finish_reason=finish_reason,
@@ -129,6 +165,15 @@ class ChoiceText:
                 return
             released.append(entry)
             self._held_logprobs.popleft()
+
+    def _prompt_entries(self, event: TokenEvent) -> list[TextLogprob]:
+        entries = [None, *(event.prompt_logprobs or [])]
+        return [
+            TextLogprob(token_id, self._bytes(token_id), None, 0)
+            if entry is None
+            else self._text_logprob(entry, 0)
+            for token_id, entry in zip(self._prompt_token_ids, entries, strict=False)
+        ]
 
     def _echo(self, event: TokenEvent, logprobs: list[TextLogprob]) -> str:
         prompt = Detokenizer(self._tokenizer.token_bytes, skipped_ids=self._skipped_ids)

@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import asdict, dataclass, fields
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from annotated_types import Ge, Gt, Le
 
@@ -27,6 +27,10 @@ class Limits:
     """Prompts of one /v1/completions request."""
     max_sequences: Annotated[int, Ge(1)] = 512
     """Prompts times choices of one request."""
+    max_grammar_bytes: Annotated[int, Ge(1024)] = 64 * 1024
+    """Size of a schema, regular expression, list of choices or grammar, tools to be forced too."""
+    max_tools: Annotated[int, Ge(0)] = 128
+    """Tools of one request."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +89,10 @@ class ProxyConfig:
     """After SIGTERM, running requests may finish within this time."""
     client_write_timeout_s: Annotated[float, Gt(0)] = 30.0
     """A streaming client that takes no byte for so long is disconnected."""
+    tool_format: Literal["auto", "hermes", "llama3", "deepseek"] = "auto"
+    """How the model spells tool calls; auto: as its chat template says."""
+    reasoning_format: Literal["auto", "think", "none"] = "auto"
+    """think: <think> ... </think> is reasoning_content; auto: if the chat template knows it."""
     api_keys_file: str = ""
     """File with hashed API keys (its form: proxy/auth.py); empty for none."""
     api_key_hashes: tuple[str, ...] = ()

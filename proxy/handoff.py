@@ -289,6 +289,8 @@ class Handoff:
         self, journey: _Journey, call: Call, output: worker_pb2.TokenOutput
     ) -> TokenEvent | None:
         """Turn a worker's tokens into an event without what was emitted before; None if empty."""
+        if output.error:
+            raise InvalidRequest(output.error)
         num_known = len(journey.emitted) - output.output_index
         if num_known < 0:
             raise AttemptFailed("token gap", call.session.identity)

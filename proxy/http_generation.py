@@ -18,7 +18,7 @@ from proxy.choice import Delta
 from proxy.errors import ClientDisconnected, InternalError, ProxyError, Unauthenticated
 from proxy.generation import Usage
 from proxy.http_body import WriteWatch, cancel_on_disconnect
-from proxy.openai_responses import ChoiceResult, ResponseFormat, usage_body
+from proxy.openai_responses import ChoiceResult, ResponseFormat, select_choices, usage_body
 from proxy.request import GenerationRequest, Progress
 from proxy.service import Service
 
@@ -98,7 +98,7 @@ class GenerationResponse:
         async for delta in deltas:
             choices[delta.index].add(delta)
             self._usage.add(delta, self._request)
-        return self._format.response(choices, self._usage)
+        return self._format.response(select_choices(choices, self._request), self._usage)
 
     async def _stream(
         self, deltas: AsyncGenerator[Delta, None], send: Send, writes: WriteWatch
@@ -113,7 +113,7 @@ class GenerationResponse:
                 opening = self._format.opening(delta.index)
                 if opening is not None:
                     events = self._event(opening)
-            if delta.text or delta.logprobs or delta.finish_reason is not None:
+            if delta.is_visible or self._request.shows_token_ids:
                 events += self._event(self._format.chunk(delta))
             if not events:
                 continue

@@ -29,10 +29,29 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
+class JsonSchemaFormat(Body):
+    """A schema with a name."""
+
+    name: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
 class ResponseFormat(Body):
-    """How the answer is constrained; only free text today."""
+    """How the answer is constrained: text, json_object or json_schema."""
 
     type: str
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(Body):
+    """One constraint, in vLLM's form."""
+
+    json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
 
 
 class GenerationBody(Body):
@@ -62,15 +81,18 @@ class GenerationBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
-    # Known and not there yet: refused by name, rather than ignored.
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
+    # Known and not there: refused by name, rather than ignored.
     use_beam_search: bool | None = None
-    prompt_logprobs: Any = None
 
 
 class CompletionBody(GenerationBody):
@@ -80,7 +102,6 @@ class CompletionBody(GenerationBody):
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0)] | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
-    add_special_tokens: bool | None = None
     suffix: str | None = None
 
 
@@ -91,13 +112,59 @@ class ContentPart(Body):
     text: str | None = None
 
 
+class FunctionCall(Body):
+    """What the model called."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class MessageToolCall(Body):
+    """A call that an earlier answer made."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class FunctionSpec(Body):
+    """A function that the model may call; parameters is a JSON schema."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool; functions are the only kind."""
+
+    type: Literal["function"]
+    function: FunctionSpec
+
+
+class NamedFunction(Body):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedTool(Body):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
 class Message(Body):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[Any] | None = None
+    tool_calls: list[MessageToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
 
 
 class ConversationBody(Body):
@@ -108,6 +175,7 @@ class ConversationBody(Body):
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
+    tools: list[Tool] | None = None
 
 
 class ChatCompletionBody(GenerationBody, ConversationBody):
@@ -116,8 +184,8 @@ class ChatCompletionBody(GenerationBody, ConversationBody):
     max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     functions: list[Any] | None = None
     function_call: Any = None
     modalities: list[str] | None = None
@@ -173,13 +241,16 @@ def parse_body(kind: type[BodyT], raw: object) -> BodyT:
         ) from None
 
 
+_UNION_MEMBERS = frozenset({"str", "int", "float", "bool", "list", "dict", "NamedTool"})
+
+
 def _param(location: tuple[int | str, ...]) -> str:
     """Path of a field; members that pydantic adds for unions are no part of it."""
     name = ""
     for step in location:
         if isinstance(step, int):
             name += f"[{step}]"
-        elif step.isidentifier() and step not in ("str", "int", "float", "bool", "list", "dict"):
+        elif step.isidentifier() and step not in _UNION_MEMBERS:
             name += f".{step}" if name else step
     return name
 

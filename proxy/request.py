@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from protos import worker_pb2
+from proxy.output_parser import OutputOptions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +27,8 @@ class SamplingOptions:
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    grammar: str = ""
+    """What the output must match, in llguidance's form; empty: anything."""
 
     def to_proto(self, *, seed: int, max_tokens: int) -> worker_pb2.SamplingParams:
         """Build the message for workers, with what only the request path can fill in."""
@@ -45,6 +48,7 @@ class SamplingOptions:
             min_tokens=self.min_tokens,
             ignore_eos=self.ignore_eos,
             stop_token_ids=self.stop_token_ids,
+            grammar=self.grammar,
         )
 
 
@@ -59,6 +63,9 @@ class GenerationRequest:
     max_tokens: int
     """Of output per choice; the same for all prompts."""
     n: int = 1
+    """Choices per prompt that are generated."""
+    num_returned: int = 1
+    """Of these, the best ones that are returned (best_of)."""
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     """Keep a stop string that ended the text."""
@@ -66,6 +73,13 @@ class GenerationRequest:
     drop_output: bool = False
     """max_tokens 0 with echo: one token is generated for the prompt's logprobs and not shown."""
     skip_special_tokens: bool = True
+    output: OutputOptions | None = None
+    """What to look for in the text; None: it is all content."""
+    shows_logprobs: bool = False
+    shows_prompt_logprobs: bool = False
+    shows_token_ids: bool = False
+    tokens_as_ids: bool = False
+    """Tokens in logprobs are spelled token_id:N."""
     priority: int = 0
     cache_salt: str = ""
 
@@ -126,6 +140,7 @@ class FinishReason(enum.Enum):
 
     STOP = "stop"
     LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,26 +6,48 @@ Nothing here talks to a worker: what is refused here was never seen by one.
 import asyncio
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from proxy.config import ProxyConfig
+from proxy.conversation import ToolPlan, plan_tools, template_messages
 from proxy.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Unsupported
+from proxy.grammar import (
+    MAYBE_THINKING,
+    OPEN_THINKING,
+    Constraint,
+    GrammarChecker,
+    build_grammar,
+    constraint,
+)
 from proxy.openai import (
     ChatCompletionBody,
     CompletionBody,
     ConversationBody,
     GenerationBody,
-    Message,
     TokenizeChatBody,
     TokenizeTextBody,
 )
+from proxy.output_parser import THINK_BEGIN, OutputOptions
 from proxy.request import GenerationRequest, SamplingOptions
 from proxy.tokenizer import Tokenizer
+from proxy.tool_formats import MARKERS, ToolFormat, calls_rules, detect_format
 
 _DEFAULT_COMPLETION_TOKENS = 16
 # Longer texts are tokenized in a thread (the tokenizer releases the GIL); shorter ones are not
 # worth the switch.
 _MAX_INLINE_CHARS = 8192
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Extras:
+    """What only some requests have."""
+
+    echo: bool = False
+    num_returned: int | None = None
+    grammar: str = ""
+    output: OutputOptions | None = None
+    prompt_logprobs: int | None = None
 
 
 class RequestBuilder:
@@ -38,6 +60,21 @@ class RequestBuilder:
         self._limits = config.limits
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
+        self._grammars = GrammarChecker(tokenizer, config.limits.max_grammar_bytes)
+        template = tokenizer.template_source
+        self._tool_format: ToolFormat = (
+            detect_format(template) if config.tool_format == "auto" else config.tool_format
+        )
+        self._knows_tools = "tools" in template
+        self._knows_tool_role = "tool" in template
+        self._splits_reasoning = config.reasoning_format == "think" or (
+            config.reasoning_format == "auto" and THINK_BEGIN in template
+        )
+        token_bytes = tokenizer.token_bytes
+        special = {token_bytes[i].decode(errors="replace"): i for i in tokenizer.special_ids}
+        self._marker_ids = {
+            text: special[text] for text in MARKERS[self._tool_format] if text in special
+        }
 
     def check_model(self, name: str | None) -> str:
         """Return the model name to report; None means the default.
@@ -64,7 +101,10 @@ class RequestBuilder:
         if max_tokens == 0:
             raise InvalidRequest(f"{param} should be at least 1, got 0", param=param)
         self._check_limits(body)
-        prompt = await self.render(body)
+        plan = plan_tools(body, self._limits.max_tools)
+        text = self._render_text(body, plan)
+        prompt = await self._encode(text, bool(body.add_special_tokens), param="messages")
+        output = self._output_options(text, plan)
         return self._build(
             body,
             model=model,
@@ -74,6 +114,11 @@ class RequestBuilder:
             max_tokens_param=param,
             default_max_tokens=None,
             num_logprobs=num_logprobs,
+            extras=_Extras(
+                grammar=await self._grammar(body, plan, output),
+                output=output if output.splits_reasoning or output.tool_format else None,
+                prompt_logprobs=body.prompt_logprobs,
+            ),
         )
 
     async def completion(self, body: CompletionBody) -> GenerationRequest:
@@ -85,10 +130,7 @@ class RequestBuilder:
         _refuse_unsupported(body)
         if body.suffix:
             raise Unsupported("suffix is not supported", param="suffix")
-        if body.best_of is not None and body.best_of != (body.n or 1):
-            raise Unsupported(
-                f"best_of must equal n ({body.n or 1}), got {body.best_of}", param="best_of"
-            )
+        self._check_best_of(body)
         echo = bool(body.echo)
         if body.max_tokens == 0 and not echo:
             raise InvalidRequest(
@@ -110,7 +152,12 @@ class RequestBuilder:
             max_tokens_param="max_tokens",
             default_max_tokens=_DEFAULT_COMPLETION_TOKENS,
             num_logprobs=body.logprobs,
-            echo=echo,
+            extras=_Extras(
+                echo=echo,
+                num_returned=body.n or 1,
+                grammar=await self._grammar(body, ToolPlan(), OutputOptions()),
+                prompt_logprobs=body.prompt_logprobs,
+            ),
         )
 
     async def tokenize(self, body: TokenizeTextBody | TokenizeChatBody) -> tuple[int, ...]:
@@ -133,19 +180,101 @@ class RequestBuilder:
         self, body: ConversationBody, *, add_special_tokens: bool = False
     ) -> tuple[int, ...]:
         """Apply the chat template and tokenize."""
-        if body.continue_final_message:
-            raise Unsupported(
-                "continue_final_message is not supported", param="continue_final_message"
-            )
+        text = self._render_text(body, ToolPlan(tools=tuple(body.tools or ())))
+        return await self._encode(text, add_special_tokens, param="messages")
+
+    def _render_text(self, body: ConversationBody, plan: ToolPlan) -> str:
         if body.chat_template is not None:
             raise Unsupported("chat_template is not supported", param="chat_template")
-        messages = [_template_message(i, message) for i, message in enumerate(body.messages)]
+        tools = [tool.model_dump(exclude_none=True) for tool in plan.tools]
+        messages = template_messages(
+            body.messages,
+            tools,
+            knows_tools=self._knows_tools or (not tools and self._knows_tool_role),
+        )
+        continues = bool(body.continue_final_message)
+        if continues and body.add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message excludes add_generation_prompt",
+                param="continue_final_message",
+            )
         text = self._tokenizer.render(
             messages,
-            add_generation_prompt=body.add_generation_prompt is not False,
+            add_generation_prompt=body.add_generation_prompt is not False and not continues,
             template_kwargs=body.chat_template_kwargs,
+            tools=tools if self._knows_tools else None,
         )
-        return await self._encode(text, add_special_tokens, param="messages")
+        if not continues:
+            return text
+        last = str(messages[-1]["content"])
+        place = text.rfind(last.strip())
+        if not last.strip() or place < 0:
+            raise InvalidRequest(
+                "the last message has no content to continue", param="continue_final_message"
+            )
+        return text[: place + len(last.strip())]
+
+    def _output_options(self, prompt: str, plan: ToolPlan) -> OutputOptions:
+        return OutputOptions(
+            tool_format=self._tool_format if plan.tools else None,
+            tool_names=frozenset(tool.function.name for tool in plan.tools),
+            max_calls=1 if plan.is_single else 1 << 30,
+            is_named=plan.is_named,
+            splits_reasoning=self._splits_reasoning,
+            starts_in_reasoning=self._splits_reasoning and prompt.rstrip().endswith(THINK_BEGIN),
+            kept_ids=frozenset(self._marker_ids.values()) if plan.tools else frozenset(),
+        )
+
+    async def _grammar(self, body: GenerationBody, plan: ToolPlan, output: OutputOptions) -> str:
+        """The checked grammar of a request; empty for none.
+
+        Raises: InvalidRequest: it cannot be used.
+        """
+        wanted = constraint(body)
+        if plan.is_forced or (wanted is not None and plan.tools):
+            calls = calls_rules(
+                self._tool_format,
+                plan.functions,
+                is_single=plan.is_single,
+                special_ids=self._marker_ids,
+            )
+            if plan.is_forced or wanted is None:
+                wanted = Constraint("tools", f"answer: calls\n{calls}")
+            elif wanted.is_whole:
+                raise Unsupported(f"{wanted.param} excludes tools", param=wanted.param)
+            else:
+                rules = wanted.rules.replace("answer:", "document:", 1)
+                wanted = Constraint(wanted.param, f"answer: document | calls\n{rules}\n{calls}")
+        if wanted is None:
+            return ""
+        if body.ignore_eos:
+            raise InvalidRequest(f"ignore_eos excludes {wanted.param}", param="ignore_eos")
+        thinking = ""
+        if output.splits_reasoning:
+            thinking = OPEN_THINKING if output.starts_in_reasoning else MAYBE_THINKING
+        try:
+            grammar = build_grammar(wanted, thinking=thinking)
+        except RecursionError:
+            raise InvalidRequest(
+                f"{wanted.param} is nested too deeply", param=wanted.param
+            ) from None
+        await self._grammars.check(grammar, wanted.param)
+        return grammar
+
+    def _check_best_of(self, body: CompletionBody) -> None:
+        n, best_of = body.n or 1, body.best_of
+        if best_of is None:
+            return
+        if best_of < n:
+            raise InvalidRequest(
+                f"best_of should be at least n ({n}), got {best_of}", param="best_of"
+            )
+        if best_of > self._limits.max_n:
+            raise InvalidRequest(
+                f"best_of should be at most {self._limits.max_n}, got {best_of}", param="best_of"
+            )
+        if best_of > n and body.stream:
+            raise InvalidRequest("best_of above n excludes stream", param="best_of")
 
     async def _encode(
         self, text: str, add_special_tokens: bool, *, param: str | None
@@ -228,6 +357,16 @@ class RequestBuilder:
         limits = self._limits
         if body.n is not None and body.n > limits.max_n:
             raise InvalidRequest(f"n should be at most {limits.max_n}, got {body.n}", param="n")
+        if (body.prompt_logprobs or 0) > limits.max_logprobs:
+            raise InvalidRequest(
+                f"prompt_logprobs should be at most {limits.max_logprobs}, "
+                f"got {body.prompt_logprobs}",
+                param="prompt_logprobs",
+            )
+        if body.prompt_logprobs is not None and body.stream:
+            raise Unsupported(
+                "prompt_logprobs is not supported with stream", param="prompt_logprobs"
+            )
         if body.stream_options is not None and not body.stream:
             raise InvalidRequest(
                 "stream_options is only allowed with stream: true", param="stream_options"
@@ -268,9 +407,10 @@ class RequestBuilder:
         max_tokens_param: str,
         default_max_tokens: int | None,
         num_logprobs: int | None,
-        echo: bool = False,
+        extras: _Extras,
     ) -> GenerationRequest:
-        n = body.n or 1
+        n = (body.best_of if isinstance(body, CompletionBody) else None) or body.n or 1
+        num_returned = extras.num_returned or n
         if len(prompts) * n > self._limits.max_sequences:
             raise InvalidRequest(
                 f"{len(prompts)} prompts with n {n} make {len(prompts) * n} sequences, "
@@ -295,7 +435,7 @@ class RequestBuilder:
                 f"min_tokens should be at most max_tokens ({fitted}), got {min_tokens}",
                 param="min_tokens",
             )
-        sampling = self._sampling(body, num_logprobs, num_logprobs if echo else None, min_tokens)
+        sampling = self._sampling(body, num_logprobs, min_tokens, extras, ranks=n > num_returned)
         return GenerationRequest(
             request_id=secrets.token_hex(16),
             model=model,
@@ -303,11 +443,17 @@ class RequestBuilder:
             sampling=sampling,
             max_tokens=fitted,
             n=n,
+            num_returned=num_returned,
             stop=_stop_list(body),
             include_stop=bool(body.include_stop_str_in_output),
-            echo=echo,
+            echo=extras.echo,
             drop_output=max_tokens == 0,
             skip_special_tokens=body.skip_special_tokens is not False,
+            output=extras.output,
+            shows_logprobs=num_logprobs is not None,
+            shows_prompt_logprobs=extras.prompt_logprobs is not None,
+            shows_token_ids=bool(body.return_token_ids),
+            tokens_as_ids=bool(body.return_tokens_as_token_ids),
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",
         )
@@ -330,9 +476,14 @@ class RequestBuilder:
         self,
         body: GenerationBody,
         num_logprobs: int | None,
-        num_prompt_logprobs: int | None,
         min_tokens: int,
+        extras: _Extras,
+        *,
+        ranks: bool,
     ) -> SamplingOptions:
+        prompt_logprobs = [k for k in (extras.prompt_logprobs,) if k is not None]
+        if extras.echo and num_logprobs is not None:
+            prompt_logprobs.append(num_logprobs)
         return SamplingOptions(
             temperature=_or(body.temperature, 1.0),
             top_k=max(0, body.top_k or 0),
@@ -343,11 +494,12 @@ class RequestBuilder:
             repetition_penalty=_or(body.repetition_penalty, 1.0),
             logit_bias=self._logit_bias(body.logit_bias or {}),
             seed=body.seed,
-            num_logprobs=num_logprobs,
-            num_prompt_logprobs=num_prompt_logprobs,
+            num_logprobs=0 if num_logprobs is None and ranks else num_logprobs,
+            num_prompt_logprobs=max(prompt_logprobs, default=None),
             min_tokens=min_tokens,
             ignore_eos=bool(body.ignore_eos),
             stop_token_ids=tuple(body.stop_token_ids or ()),
+            grammar=extras.grammar,
         )
 
     def _logit_bias(self, raw: Mapping[str, float]) -> dict[int, float]:
@@ -378,63 +530,15 @@ def _stop_list(body: GenerationBody) -> tuple[str, ...]:
     return tuple(text for text in stop if text)
 
 
-def _template_message(index: int, message: Message) -> dict[str, Any]:
-    """A message as chat templates expect it."""
-    param = f"messages[{index}]"
-    if message.tool_calls:
-        raise Unsupported("tool calls are not supported", param=f"{param}.tool_calls")
-    content = message.content
-    if content is None:
-        if message.role != "assistant":
-            raise InvalidRequest(f"{param}.content is required", param=f"{param}.content")
-        content = ""
-    if not isinstance(content, str):
-        for part_index, part in enumerate(content):
-            if part.type not in ("text", "refusal") or part.text is None:
-                raise Unsupported(
-                    f"content parts of type {part.type[:100]!r} are not supported",
-                    param=f"{param}.content[{part_index}]",
-                )
-        content = "\n".join(part.text or "" for part in content)
-    rendered = {
-        "role": "system" if message.role == "developer" else message.role,
-        "content": content,
-    }
-    if message.name is not None:
-        rendered["name"] = message.name
-    return rendered
-
-
 def _refuse_unsupported(body: GenerationBody) -> None:
-    fields = {
-        "structured_outputs": body.structured_outputs,
-        "guided_json": body.guided_json,
-        "guided_regex": body.guided_regex,
-        "guided_choice": body.guided_choice,
-        "guided_grammar": body.guided_grammar,
-        "prompt_logprobs": body.prompt_logprobs,
-    }
-    for name, value in fields.items():
-        if value is not None:
-            raise Unsupported(f"{name} is not supported", param=name)
     if body.use_beam_search:
         raise Unsupported("use_beam_search is not supported", param="use_beam_search")
-    if body.response_format is not None and body.response_format.type != "text":
-        raise Unsupported(
-            f"response_format type {body.response_format.type[:100]!r} is not supported, "
-            "only 'text' is",
-            param="response_format",
-        )
 
 
 def _refuse_unsupported_chat(body: ChatCompletionBody) -> None:
     _refuse_unsupported(body)
-    if body.tools:
-        raise Unsupported("tools are not supported", param="tools")
-    if body.tool_choice not in (None, "none", "auto"):
-        raise Unsupported("tool_choice is not supported", param="tool_choice")
     if body.functions:
-        raise Unsupported("functions are not supported", param="functions")
+        raise Unsupported("functions are not supported, tools are", param="functions")
     if body.audio is not None:
         raise Unsupported("audio is not supported", param="audio")
     if body.modalities is not None and body.modalities != ["text"]:

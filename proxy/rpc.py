@@ -32,7 +32,7 @@ from proxy.openai import (
     TokenizeTextBody,
     parse_body,
 )
-from proxy.openai_responses import ChoiceResult
+from proxy.openai_responses import ChoiceResult, select_choices
 from proxy.request import GenerationRequest, Progress
 from proxy.service import Service
 
@@ -174,28 +174,35 @@ class _Inference:
         except DecodeError as error:
             raise InvalidRequest(f"the message cannot be decoded: {error}") from None
 
-    async def _generate_request(self, request: inference_pb2.GenerateRequest) -> GenerationRequest:
-        body = {"model": request.model, **_options(request.options)}
+    async def _generate_request(
+        self, request: inference_pb2.GenerateRequest, *, stream: bool = True
+    ) -> GenerationRequest:
+        body = {"model": request.model, "stream": stream, **_options(request.options)}
         if request.HasField("text"):
             body["prompt"] = request.text
         elif request.HasField("token_ids"):
             body["prompt"] = list(request.token_ids.ids)
         return await self._service.builder.completion(parse_body(CompletionBody, body))
 
-    async def _chat_request(self, request: inference_pb2.ChatRequest) -> GenerationRequest:
-        body = {**_conversation(request), **_options(request.options)}
-        if body.pop("echo", False):
-            raise Unsupported("echo is for Generate only", param="echo")
+    async def _chat_request(
+        self, request: inference_pb2.ChatRequest, *, stream: bool = True
+    ) -> GenerationRequest:
+        body = {**_conversation(request), "stream": stream, **_options(request.options)}
+        for name in ("echo", "best_of"):
+            if body.pop(name, None):
+                raise Unsupported(f"{name} is for Generate only", param=name)
         if "logprobs" in body:
             body["top_logprobs"] = body["logprobs"]
             body["logprobs"] = True
         return await self._service.builder.chat(parse_body(ChatCompletionBody, body))
 
     async def _generate(self, request: inference_pb2.GenerateRequest, account: Account) -> Message:
-        return await self._gather(await self._generate_request(request), "grpc_generate", account)
+        generation = await self._generate_request(request, stream=False)
+        return await self._gather(generation, "grpc_generate", account)
 
     async def _chat(self, request: inference_pb2.ChatRequest, account: Account) -> Message:
-        return await self._gather(await self._chat_request(request), "grpc_chat", account)
+        generation = await self._chat_request(request, stream=False)
+        return await self._gather(generation, "grpc_chat", account)
 
     async def _tokenize(self, request: inference_pb2.TokenizeRequest, account: Account) -> Message:
         body: dict[str, Any] = {"model": request.model}
@@ -244,13 +251,20 @@ class _Inference:
             created=int(time.time()),
             choices=[
                 _choice(
-                    choice.index,
-                    choice.text,
-                    choice.token_ids,
-                    choice.finish_reason.value if choice.finish_reason else "",
-                    choice.logprobs,
+                    request,
+                    Delta(
+                        index=choice.index,
+                        text=choice.text,
+                        reasoning=choice.reasoning,
+                        tool_calls=tuple(choice.tool_calls),
+                        token_ids=choice.token_ids,
+                        logprobs=choice.logprobs,
+                        finish_reason=choice.finish_reason,
+                        stop_reason=choice.stop_reason,
+                        prompt_logprobs=choice.prompt_logprobs,
+                    ),
                 )
-                for choice in choices
+                for choice in select_choices(choices, request)
             ],
             usage=_usage(usage),
         )
@@ -263,16 +277,11 @@ class _Inference:
         async with contextlib.aclosing(self._deltas(request, api, account)) as deltas:
             async for delta in deltas:
                 usage.add(delta, request)
-                finish_reason = delta.finish_reason.value if delta.finish_reason else ""
                 yield inference_pb2.GenerateChunk(
                     id=request.request_id,
                     model=request.model,
                     created=created,
-                    choices=[
-                        _choice(
-                            delta.index, delta.text, delta.token_ids, finish_reason, delta.logprobs
-                        )
-                    ],
+                    choices=[_choice(request, delta)],
                 )
         yield inference_pb2.GenerateChunk(
             id=request.request_id, model=request.model, created=created, usage=_usage(usage)
@@ -301,25 +310,44 @@ class _Inference:
 def _conversation(request: inference_pb2.ChatRequest) -> dict[str, Any]:
     body: dict[str, Any] = {
         "model": request.model,
-        "messages": [
-            {
-                "role": message.role,
-                "content": message.content,
-                **({"name": message.name} if message.name else {}),
-            }
-            for message in request.messages
-        ],
+        "messages": [_message(message) for message in request.messages],
     }
+    if request.HasField("parallel_tool_calls"):
+        body["parallel_tool_calls"] = request.parallel_tool_calls
+    if request.continue_final_message:
+        body["continue_final_message"] = True
+    if request.tools_json:
+        body["tools"] = _json(request.tools_json, "tools_json")
+    if request.tool_choice_json in ("none", "auto", "required"):
+        body["tool_choice"] = request.tool_choice_json
+    elif request.tool_choice_json:
+        body["tool_choice"] = _json(request.tool_choice_json, "tool_choice_json")
     if request.HasField("add_generation_prompt"):
         body["add_generation_prompt"] = request.add_generation_prompt
     if request.chat_template_kwargs_json:
-        try:
-            body["chat_template_kwargs"] = json.loads(request.chat_template_kwargs_json)
-        except ValueError as error:
-            raise InvalidRequest(
-                f"chat_template_kwargs_json is not JSON: {error}",
-                param="chat_template_kwargs_json",
-            ) from None
+        body["chat_template_kwargs"] = _json(
+            request.chat_template_kwargs_json, "chat_template_kwargs_json"
+        )
+    return body
+
+
+def _json(text: str, param: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{param} is not JSON: {error}", param=param) from None
+
+
+def _message(message: inference_pb2.ChatMessage) -> dict[str, Any]:
+    body: dict[str, Any] = {"role": message.role, "content": message.content}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if value := {field.name: value for field, value in message.ListFields()}.get(name):
+            body[name] = value
+    if message.tool_calls:
+        body["tool_calls"] = [
+            {"id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
     return body
 
 
@@ -329,32 +357,39 @@ def _options(options: inference_pb2.GenerationOptions) -> dict[str, Any]:
     for field, value in options.ListFields():
         if field.name == "logit_bias":
             body[field.name] = dict(options.logit_bias)
-        elif field.name in ("stop", "stop_token_ids"):
+        elif field.name in ("stop", "stop_token_ids", "guided_choice"):
             body[field.name] = list(value)
+        elif field.name == "response_format_json":
+            body["response_format"] = _json(value, field.name)
         else:
             body[field.name] = value
     return body
 
 
-def _choice(
-    index: int,
-    text: str,
-    token_ids: list[int],
-    finish_reason: str,
-    logprobs: list[TextLogprob] | None,
-) -> inference_pb2.Choice:
+def _choice(request: GenerationRequest, delta: Delta) -> inference_pb2.Choice:
+    shown = (delta.logprobs or ()) if request.shows_logprobs else ()
     return inference_pb2.Choice(
-        index=index,
-        text=text,
-        token_ids=token_ids,
-        finish_reason=finish_reason,
-        logprobs=[
-            inference_pb2.PositionLogprobs(
-                sampled=_logprob(entry.token_id, entry.data, entry.logprob or 0.0),
-                top=[_logprob(*top) for top in entry.top],
+        index=delta.index,
+        text=delta.text,
+        token_ids=delta.token_ids,
+        finish_reason=delta.finish_reason.value if delta.finish_reason else "",
+        logprobs=[_position(entry) for entry in shown],
+        tool_calls=[
+            inference_pb2.ToolCall(
+                index=call.index, id=call.id, name=call.name, arguments=call.arguments
             )
-            for entry in logprobs or ()
+            for call in delta.tool_calls
         ],
+        reasoning_content=delta.reasoning,
+        prompt_logprobs=[_position(entry) for entry in delta.prompt_logprobs or ()],
+        stop_reason="" if delta.stop_reason is None else str(delta.stop_reason),
+    )
+
+
+def _position(entry: TextLogprob) -> inference_pb2.PositionLogprobs:
+    return inference_pb2.PositionLogprobs(
+        sampled=_logprob(entry.token_id, entry.data, entry.logprob or 0.0),
+        top=[_logprob(*top) for top in entry.top],
     )
 
 

@@ -57,6 +57,11 @@ class Tokenizer:
         """Ids are below this."""
         return len(self.token_bytes)
 
+    @property
+    def template_source(self) -> str:
+        """The chat template; empty when there is none."""
+        return "" if self._chat_template is None else self._chat_template.source
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; special tokens written out in it are recognised."""
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -71,6 +76,7 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """Prompt text of a conversation.
 
@@ -82,6 +88,7 @@ class Tokenizer:
             messages,
             add_generation_prompt=add_generation_prompt,
             template_kwargs=template_kwargs or {},
+            tools=tools,
         )
 
 

@@ -1,6 +1,7 @@
 """Every refusal: the same over HTTP (whole and streamed) and gRPC, before any worker sees it."""
 
 import asyncio
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ from proxy.errors import ProxyError
 from tests.proxy.conftest import MODEL, Stand, StandFactory
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 
 
@@ -85,20 +87,77 @@ CASES = {
     ),
     "messages is a text": Case({"messages": "hi"}, "messages", grpc_status=None),
     "stream is a text": Case({"stream": "yes"}, "stream", grpc_status=None),
-    "tools": Case(
+    "tool without function": Case(
         {"tools": [{"type": "function"}]},
+        "tools[0].function",
+        code="missing_required_parameter",
+        grpc_status=None,
+    ),
+    "tool with a bad name": Case(
+        {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+        "tools[0].function.name",
+        grpc_status=None,
+    ),
+    "two tools of one name": Case({"tools": [TOOL, TOOL]}, "tools", grpc_status=None),
+    "129 tools": Case({"tools": [TOOL] * 129}, "tools", ("129", "128"), grpc_status=None),
+    "tool_choice without tools": Case({"tool_choice": "required"}, "tool_choice", grpc_status=None),
+    "tool_choice unknown": Case(
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        "tool_choice",
+        ("'g'",),
+        grpc_status=None,
+    ),
+    "forced tool with a bad schema": Case(
+        {
+            "tools": [
+                {"type": "function", "function": {"name": "f", "parameters": {"type": "king"}}}
+            ],
+            "tool_choice": "required",
+        },
         "tools",
-        code="unsupported_parameter",
+        ("king",),
         grpc_status=None,
     ),
-    "json schema": Case(
+    "json schema missing": Case(
         {"response_format": {"type": "json_schema"}},
+        "response_format.json_schema.schema",
+        code="missing_required_parameter",
+        grpc_status=None,
+    ),
+    "response_format unknown": Case(
+        {"response_format": {"type": "structural_tag"}},
         "response_format",
+        ("structural_tag",),
         code="unsupported_parameter",
         grpc_status=None,
     ),
-    "guided_json": Case(
-        {"guided_json": {}}, "guided_json", code="unsupported_parameter", grpc_status=None
+    "bad schema": Case({"guided_json": {"type": "king"}}, "guided_json", ("king",)),
+    "unsatisfiable schema": Case(
+        {"guided_json": {"type": "integer", "minimum": 5, "maximum": 1}}, "guided_json", ("5", "1")
+    ),
+    "schema with what cannot be kept": Case(
+        {"guided_json": {"type": "array", "uniqueItems": True}}, "guided_json", ("uniqueItems",)
+    ),
+    "too large schema": Case({"guided_json": {"enum": ["x" * 70_000]}}, "guided_json", ("65536",)),
+    "deep schema": Case(
+        {"guided_json": json.loads('{"items":' * 150 + "{}" + "}" * 150)}, "guided_json"
+    ),
+    "schema no JSON": Case({"guided_json": "{"}, "guided_json", grpc_status=None),
+    "bad regex": Case({"guided_regex": "(["}, "guided_regex", ("unclosed",)),
+    "look-ahead": Case({"guided_regex": "(?=a)b"}, "guided_regex", ("look",)),
+    "regex that nothing matches": Case({"guided_regex": r"[^\s\S]"}, "guided_regex"),
+    "no choices": Case({"guided_choice": [""]}, "guided_choice"),
+    "bad grammar": Case({"guided_grammar": "hello(("}, "guided_grammar", ("GBNF",)),
+    "unknown rule": Case({"guided_grammar": "start: nowhere"}, "guided_grammar", ("nowhere",)),
+    "two constraints": Case(
+        {"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", ("guided_regex",)
+    ),
+    "ignore_eos with a grammar": Case({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
+    "prompt_logprobs 21": Case({"prompt_logprobs": 21}, "prompt_logprobs", ("21", "20")),
+    "nothing to continue": Case(
+        {"messages": [{"role": "user", "content": " "}], "continue_final_message": True},
+        "continue_final_message",
+        grpc_status=None,
     ),
     "unknown model": Case(
         {"model": "gpt-9"},
@@ -161,6 +220,8 @@ async def test_bad_options_are_refused_alike_everywhere(stand: StandFactory) -> 
 def chat_request(body: dict[str, Any]) -> inference_pb2.ChatRequest:
     """The same request over gRPC."""
     options = {k: v for k, v in body.items() if k not in ("model", "messages")}
+    if "guided_json" in options:
+        options["guided_json"] = json.dumps(options["guided_json"])
     return inference_pb2.ChatRequest(
         model=body["model"],
         messages=[inference_pb2.ChatMessage(**message) for message in body["messages"]],
@@ -192,7 +253,9 @@ COMPLETION_CASES = {
         {"prompt": ["a", "word " * 9000]}, "prompt", ("8192",), code="context_length_exceeded"
     ),
     "logprobs 21": Case({"prompt": "a", "logprobs": 21}, "logprobs", ("21", "20")),
-    "best_of": Case({"prompt": "a", "best_of": 3}, "best_of", code="unsupported_parameter"),
+    "best_of below n": Case({"prompt": "a", "n": 3, "best_of": 2}, "best_of", ("2", "3")),
+    "best_of 17": Case({"prompt": "a", "best_of": 17}, "best_of", ("17", "16")),
+    "best_of streamed": Case({"prompt": "a", "best_of": 2, "stream": True}, "best_of"),
     "suffix": Case({"prompt": "a", "suffix": "b"}, "suffix", code="unsupported_parameter"),
     "max_tokens 0 without echo": Case({"prompt": "a", "max_tokens": 0}, "max_tokens"),
     "stream_options": Case(
