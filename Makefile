@@ -13,8 +13,9 @@ serve: $(STAMPS)/runtime
 
 install: $(STAMPS)/runtime $(STAMPS)/dev
 
+# Test processes and the workers they start share few cores: waiting OpenMP threads must sleep, not spin.
 test: install
-	$(BIN)/python -m pytest $(PYTEST_ARGS) $(ARGS)
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest $(PYTEST_ARGS) $(ARGS)
 
 check: install
 	$(BIN)/ruff format --check .
@@ -24,7 +25,9 @@ check: install
 	$(BIN)/python deploy/check_protos.py
 
 bench: $(STAMPS)/runtime
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python bench/bench_engine.py
 	$(BIN)/python bench/bench_service.py $(ARGS)
+	$(BIN)/python bench/bench_interference.py
 
 protos: install
 	$(BIN)/python deploy/check_protos.py --write
