@@ -8,11 +8,16 @@ from engine.batch import KVBatch
 from engine.config import ModelConfig
 from engine.errors import UnsupportedModel
 from engine.layers.attention import OnLayer
-from engine.models.llama import LlamaForCausalLM
+from engine.models.decoder import BuildLayer, DecoderForCausalLM
+from engine.models.llama import llama_layer
+from engine.models.qwen2 import qwen2_layer
+from engine.models.qwen3 import qwen3_layer
 from kernels.ops import Ops
 
-MODELS = {
-    "LlamaForCausalLM": LlamaForCausalLM,
+MODELS: dict[str, BuildLayer] = {
+    "LlamaForCausalLM": llama_layer,
+    "Qwen2ForCausalLM": qwen2_layer,
+    "Qwen3ForCausalLM": qwen3_layer,
 }
 
 
@@ -39,7 +44,7 @@ class CausalLM(Protocol):
         ...
 
 
-def build_model(config: ModelConfig, ops: Ops) -> LlamaForCausalLM:
+def build_model(config: ModelConfig, ops: Ops) -> DecoderForCausalLM:
     """The model with uninitialised weights; see engine.weights.load_weights.
 
     Raises: UnsupportedModel: the architecture is not built here.
@@ -47,4 +52,4 @@ def build_model(config: ModelConfig, ops: Ops) -> LlamaForCausalLM:
     if config.architecture not in MODELS:
         supported = ", ".join(sorted(MODELS))
         raise UnsupportedModel(f"architecture is {config.architecture}, supported: {supported}")
-    return MODELS[config.architecture](config, ops)
+    return DecoderForCausalLM(config, ops, MODELS[config.architecture])

@@ -9,6 +9,9 @@ from engine.errors import UnsupportedModel, WeightsError
 
 Json = Mapping[str, Any]
 
+# What a config without head_dim means, where it is not hidden_size / num_heads.
+_HEAD_DIMS = {"Qwen3ForCausalLM": 128}
+
 
 def parse_model_config(config: Json, generation: Json | None = None) -> ModelConfig:
     """Read config.json and, if there is one, generation_config.json, whose EOS ids are added.
@@ -22,20 +25,22 @@ def parse_model_config(config: Json, generation: Json | None = None) -> ModelCon
         raise UnsupportedModel(f"quantised safetensors ({method}) are not supported; use GGUF")
     if (act := config.get("hidden_act", "silu")) not in ("silu", "swish"):
         raise UnsupportedModel(f"hidden_act is {act!r}, supported: silu")
+    _refuse_windows(config)
+    architecture = _architecture(config)
     hidden_size, num_heads = _int(config, "hidden_size"), _int(config, "num_attention_heads")
     num_kv_heads = config.get("num_key_value_heads") or num_heads
     if num_heads % num_kv_heads:
         raise WeightsError(f"{num_heads} query heads are no multiple of {num_kv_heads} KV heads")
     max_position_embeddings = int(config.get("max_position_embeddings", 2048))
     return ModelConfig(
-        architecture=_architecture(config),
+        architecture=architecture,
         vocab_size=_int(config, "vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=_int(config, "intermediate_size"),
         num_layers=_int(config, "num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=config.get("head_dim") or hidden_size // num_heads,
+        head_dim=config.get("head_dim") or _HEAD_DIMS.get(architecture, hidden_size // num_heads),
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         rope=parse_rope_config(config, max_position_embeddings),
         max_position_embeddings=max_position_embeddings,
@@ -104,6 +109,17 @@ def _attention_factor(scaling: Json, factor: float) -> float:
     if mscale and mscale_all_dim:
         return yarn_attention_factor(factor, mscale) / yarn_attention_factor(factor, mscale_all_dim)
     return yarn_attention_factor(factor)
+
+
+def _refuse_windows(config: Json) -> None:
+    layer_types = config.get("layer_types")
+    if layer_types is not None:
+        if others := sorted(set(layer_types) - {"full_attention"}):
+            raise UnsupportedModel(
+                f"layer_types has {', '.join(others)}, supported: full_attention"
+            )
+    elif config.get("use_sliding_window"):
+        raise UnsupportedModel("use_sliding_window is true, supported: false (full attention)")
 
 
 def _architecture(config: Json) -> str:

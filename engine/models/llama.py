@@ -1,106 +1,21 @@
-"""Llama: a pre-norm decoder of grouped-query attention and a gated MLP.
+"""Llama: grouped-query attention and a gated MLP.
 
 Source: arXiv 2302.13971, 2307.09288, 2407.21783.
 """
 
-from torch import Tensor, nn
-
-from engine.batch import KVBatch
 from engine.config import ModelConfig
-from engine.layers.attention import Attention, OnLayer
-from engine.layers.embedding import Embedding, LMHead
+from engine.layers.attention import Attention
 from engine.layers.mlp import GatedMLP
-from engine.layers.norm import RMSNorm
-from engine.layers.rotary import RotaryEmbedding
+from engine.models.decoder import DecoderLayer
 from kernels.ops import Ops
 
 
-class LlamaDecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), with the sum carried as `residual`."""
-
-    def __init__(self, config: ModelConfig, layer_idx: int, ops: Ops) -> None:
-        super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        bias = config.attention_bias
-        self.input_layernorm = RMSNorm(size, eps, name="input_layernorm", ops=ops)
-        self.self_attn = Attention(config, layer_idx, ops=ops, qkv_bias=bias, o_bias=bias)
-        self.post_attention_layernorm = RMSNorm(size, eps, name="post_attention_layernorm", ops=ops)
-        self.mlp = GatedMLP(size, config.intermediate_size, bias=config.mlp_bias, ops=ops)
-
-    def forward(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        rotary: tuple[Tensor, Tensor],
-        kv: KVBatch,
-        on_layer: OnLayer | None,
-    ) -> tuple[Tensor, Tensor]:
-        """x, residual: [T, hidden_size]; x is what the last layer adds. -> the same of this one."""
-        if residual is None:
-            x, residual = self.input_layernorm(x), x
-        else:
-            x, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn(x, rotary, kv, on_layer)
-        x, residual = self.post_attention_layernorm.add(x, residual)
-        return self.mlp(x), residual
-
-
-class LlamaModel(nn.Module):
-    """Embedding, decoder layers, final norm."""
-
-    def __init__(self, config: ModelConfig, ops: Ops) -> None:
-        super().__init__()
-        size = config.hidden_size
-        self.embed_tokens = Embedding(config.vocab_size, size, name="embed_tokens", ops=ops)
-        self.rotary_emb = RotaryEmbedding(
-            config.rope, config.head_dim, config.max_position_embeddings
-        )
-        self.layers = nn.ModuleList(
-            LlamaDecoderLayer(config, layer_idx, ops) for layer_idx in range(config.num_layers)
-        )
-        self.norm = RMSNorm(size, config.rms_norm_eps, name="norm", ops=ops)
-
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, kv: KVBatch, on_layer: OnLayer | None
-    ) -> Tensor:
-        """input_ids, positions: [T] -> [T, hidden_size]."""
-        rotary = self.rotary_emb(positions)
-        x: Tensor = self.embed_tokens(input_ids)
-        residual: Tensor | None = None
-        for layer in self.layers:
-            x, residual = layer(x, residual, rotary, kv, on_layer)
-        assert residual is not None, "a model has layers"
-        x, _ = self.norm.add(x, residual)
-        return x
-
-
-class LlamaForCausalLM(nn.Module):
-    """The model and its projection to the vocabulary."""
-
-    def __init__(self, config: ModelConfig, ops: Ops) -> None:
-        super().__init__()
-        self.config = config
-        self.model = LlamaModel(config, ops)
-        self.lm_head = LMHead(
-            config.vocab_size,
-            config.hidden_size,
-            name="lm_head",
-            tied=self.model.embed_tokens if config.tie_word_embeddings else None,
-            ops=ops,
-        )
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        kv: KVBatch,
-        on_layer: OnLayer | None = None,
-    ) -> Tensor:
-        """input_ids, positions: [T] -> hidden [T, hidden_size]; writes this step's KV."""
-        hidden: Tensor = self.model(input_ids, positions, kv, on_layer)
-        return hidden
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [R, hidden_size] -> [R, vocab_size]."""
-        logits: Tensor = self.lm_head(hidden)
-        return logits
+def llama_layer(config: ModelConfig, layer_idx: int, ops: Ops) -> DecoderLayer:
+    """Biases where the config asks for them; Llama's own have none."""
+    bias = config.attention_bias
+    return DecoderLayer(
+        config,
+        ops,
+        self_attn=Attention(config, layer_idx, ops=ops, qkv_bias=bias, o_bias=bias),
+        mlp=GatedMLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias, ops=ops),
+    )

@@ -18,7 +18,11 @@ from engine.weights.source import SourceTensor
 
 Floats = npt.NDArray[np.float32]
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 # Per architecture: projections whose rows llama.cpp's converter reorders, see `halves_from_pairs`.
 _INTERLEAVED = {"llama": ("attn_q", "attn_k")}
 _ROPE_TYPES: dict[str, RopeType] = {"none": "default", "linear": "linear", "yarn": "yarn"}
@@ -99,7 +103,7 @@ def gguf_tensors(file: GGUFFile, config: ModelConfig) -> list[SourceTensor]:
     Raises: UnsupportedModel: a quantisation is not supported.
         WeightsError: a tensor has a name that means nothing here.
     """
-    interleaved = _INTERLEAVED[_text(file, "general.architecture")]
+    interleaved = _INTERLEAVED.get(_text(file, "general.architecture"), ())
     sources = []
     for tensor in file.tensors:
         if tensor.name == _ROPE_DIVISORS:

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from engine.batch import BatchBuilder
 from engine.models import CausalLM, build_model
@@ -16,9 +16,12 @@ from engine.weights import load_model_config, load_weights
 from kernels.ops import Ops
 
 VOCAB_SIZE = 96
+Model = TypeVar("Model", bound=PreTrainedModel)
 
 
-def tiny_hf_llama(seed: int = 0, **options: Any) -> LlamaForCausalLM:
+def tiny_hf(
+    model_class: type[Model], config_class: type[PreTrainedConfig], seed: int = 0, **options: Any
+) -> Model:
     """Two layers, 64 wide; every parameter random, so that none goes unnoticed."""
     defaults = {
         "vocab_size": VOCAB_SIZE,
@@ -31,13 +34,17 @@ def tiny_hf_llama(seed: int = 0, **options: Any) -> LlamaForCausalLM:
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
-    model = LlamaForCausalLM(LlamaConfig(**(defaults | options))).eval()
+    model = model_class(config_class(**(defaults | options))).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + 0.2 * noise if "norm" in name else 0.15 * noise)
     return model
+
+
+def tiny_hf_llama(seed: int = 0, **options: Any) -> LlamaForCausalLM:
+    return tiny_hf(LlamaForCausalLM, LlamaConfig, seed, **options)
 
 
 def load(path: Path, ops: Ops) -> CausalLM:
@@ -47,14 +54,14 @@ def load(path: Path, ops: Ops) -> CausalLM:
     return model
 
 
-def from_hf(hf: LlamaForCausalLM, folder: Path, ops: Ops) -> CausalLM:
+def from_hf(hf: PreTrainedModel, folder: Path, ops: Ops) -> CausalLM:
     """The same model here, by way of its files."""
     hf.save_pretrained(folder)
     return load(folder, ops)
 
 
 @torch.inference_mode()
-def hf_logits(hf: LlamaForCausalLM, token_ids: Sequence[int]) -> Tensor:
+def hf_logits(hf: PreTrainedModel, token_ids: Sequence[int]) -> Tensor:
     """[T, V]: logits at every token."""
     logits: Tensor = hf(torch.tensor([token_ids]), use_cache=False).logits[0]
     return logits
