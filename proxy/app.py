@@ -37,6 +37,7 @@ from proxy.openai import (
     parse_body,
 )
 from proxy.openai_responses import ChatFormat, CompletionFormat, ResponseFormat
+from proxy.openapi import build_document
 from proxy.request import GenerationRequest
 from proxy.service import Service
 
@@ -62,6 +63,7 @@ def create_app(service: Service) -> ASGIApp:
             Route("/ready", routes.ready, methods=["GET"]),
             Route("/metrics", routes.metrics, methods=["GET"]),
             Route("/version", routes.version, methods=["GET"]),
+            Route("/openapi.json", routes.openapi, methods=["GET"]),
             Route("/pdserve/status", routes.status, methods=["GET"]),
         ],
         exception_handlers={
@@ -199,6 +201,11 @@ class _Routes:
     async def version(self, request: Request) -> Response:
         """GET /version."""
         return _json_response({"version": _version()})
+
+    async def openapi(self, request: Request) -> Response:
+        """GET /openapi.json."""
+        needs_key = self._service.accounts.needs_key
+        return _json_response(build_document(_version(), needs_key=needs_key))
 
     async def status(self, request: Request) -> Response:
         """GET /pdserve/status: workers and what is in flight, for operators and tests."""

@@ -6,7 +6,7 @@ Types are strict: a number in quotes is an error, as it is at OpenAI. Unknown fi
 from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from proxy.errors import InvalidRequest
 
@@ -95,10 +95,20 @@ class GenerationBody(Body):
     use_beam_search: bool | None = None
 
 
+_TOKEN_IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_PROMPT_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        _TOKEN_IDS_SCHEMA,
+        {"type": "array", "items": {"anyOf": [{"type": "string"}, _TOKEN_IDS_SCHEMA]}},
+    ]
+}
+
+
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
-    prompt: Any = None
+    prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)] = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0)] | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
