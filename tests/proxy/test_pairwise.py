@@ -1,0 +1,117 @@
+"""Every two options that are legal together: the whole reply and the joined stream are the same."""
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+
+from tests.proxy.conftest import MODEL, StandFactory
+from tests.proxy.fakes import WORD_IDS
+
+COMMON: dict[str, Any] = {
+    "n": 3,
+    "stop": [" and", "zzz"],
+    "seed": 7,
+    "temperature": 0.0,
+    "max_tokens": 9,
+    "min_tokens": 4,
+    "logit_bias": {"5": 3.0},
+    "stop_token_ids": [WORD_IDS[3]],
+    "ignore_eos": True,
+    "guided_json": {"type": "object"},
+    "include_stop_str_in_output": True,
+    "skip_special_tokens": False,
+    "return_token_ids": True,
+    "presence_penalty": 0.5,
+    "top_k": 5,
+    "min_p": 0.1,
+    "priority": 3,
+    "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    "unknown_field": {"a": 1},
+}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+PATHS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "/v1/completions": (
+        {"prompt": ["The lighthouse stood", "Once"]},
+        {"logprobs": 2, "echo": True, "add_special_tokens": False, "best_of": 1},
+    ),
+    "/v1/chat/completions": (
+        {"messages": [{"role": "user", "content": "Hello"}]},
+        {
+            "logprobs": True,
+            "tools": [TOOL],
+            "tool_choice": "none",
+            "chat_template_kwargs": {"x": 1},
+            "return_tokens_as_token_ids": True,
+        },
+    ),
+}
+ILLEGAL = [{"ignore_eos", "guided_json"}, {"n", "best_of"}]
+
+
+def join(events: list[dict[str, Any]], num_choices: int) -> list[dict[str, Any]]:
+    """Choices of a stream, put together."""
+    joined = [
+        {"text": "", "ids": [], "logprobs": [], "reason": None, "stop": None}
+        for _ in range(num_choices)
+    ]
+    for event in events:
+        for choice in event["choices"]:
+            into = joined[choice["index"]]
+            assert into["reason"] is None
+            into["text"] += choice.get("text", "") or choice.get("delta", {}).get("content", "")
+            into["ids"] += choice.get("token_ids", [])
+            into["logprobs"] += entries(choice["logprobs"])
+            into["reason"] = choice["finish_reason"]
+            into["stop"] = choice.get("stop_reason")
+    return joined
+
+
+def entries(logprobs: dict[str, Any] | None) -> list[Any]:
+    if logprobs is None:
+        return []
+    if "content" in logprobs:
+        return list(logprobs["content"])
+    return list(zip(*(logprobs[name] for name in ("tokens", "token_logprobs", "text_offset"))))  # noqa: B905
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_every_pair_of_options_streams_what_it_returns(
+    stand: StandFactory, path: str
+) -> None:
+    base, own = PATHS[path]
+    options = {**COMMON, **own}
+    async with stand(max_concurrent_requests=64) as proxy:
+        for worker in proxy.workers:
+            worker.behavior.token_delay_s = 0.0
+        for first, second in itertools.combinations(options, 2):
+            if {first, second} in ILLEGAL:
+                continue
+            body = {"model": MODEL, "max_tokens": 6, **base}
+            body |= {first: options[first], second: options[second]}
+            stream_options = body.pop("stream_options", None)
+            if body.get("tool_choice") and "tools" not in body:
+                body["tools"] = [TOOL]
+            whole = await proxy.http.post(path, json=body)
+            assert whole.status_code == 200, (first, second, whole.text)
+            expected = [
+                {
+                    "text": choice.get("text", "") or choice.get("message", {}).get("content", ""),
+                    "ids": choice.get("token_ids", []),
+                    "logprobs": entries(choice["logprobs"]),
+                    "reason": choice["finish_reason"],
+                    "stop": choice["stop_reason"],
+                }
+                for choice in whole.json()["choices"]
+            ]
+            streaming = {"stream": True, "stream_options": stream_options}
+            reply = await proxy.http.post(path, json={**body, **streaming})
+            lines = [line[6:] for line in reply.text.splitlines() if line]
+            assert lines.pop() == "[DONE]"
+            events = [json.loads(line) for line in lines]
+            assert join(events, len(expected)) == expected, (first, second)
+            if stream_options:
+                usage = events[-1]["usage"]
+                assert usage["completion_tokens"] == whole.json()["usage"]["completion_tokens"]
+        await proxy.until_idle()
