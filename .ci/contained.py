@@ -45,18 +45,22 @@ def end_all(number: signal.Signals) -> int:
 
 
 def main() -> int:
-    """Run the command; its status, or 124 when the time was over."""
+    """Run the command; its status, 124 when the time was over, 130 when told to stop."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--timeout", type=float, required=True, metavar="SECONDS")
     parser.add_argument("command", nargs="+")
     arguments = parser.parse_args()
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    # Being told to stop is no reason to leave processes behind.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     process = subprocess.Popen(arguments.command)
     try:
         status = process.wait(arguments.timeout)
     except subprocess.TimeoutExpired:
         print(f"not over after {arguments.timeout:.0f} s", file=sys.stderr)
         status = 124
+    except KeyboardInterrupt:
+        status = 128 + signal.SIGINT
     deadline_s = time.monotonic() + KILL_AFTER_S
     while end_all(signal.SIGTERM) and time.monotonic() < deadline_s:
         time.sleep(1.0)
