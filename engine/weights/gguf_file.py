@@ -5,6 +5,7 @@
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
+import math
 import mmap
 import struct
 from dataclasses import dataclass
@@ -93,7 +94,7 @@ def _parse(path: Path, mapped: mmap.mmap) -> GGUFFile:
     tensors = []
     for name, shape, quantization, offset in headers:
         block_size, block_bytes = GGML_QUANT_SIZES[quantization]
-        num_elements = int(np.prod(shape, dtype=np.int64))
+        num_elements = math.prod(shape)  # a damaged header's may exceed 64 bits
         first = start + offset
         last = first + num_elements // block_size * block_bytes
         if shape[-1] % block_size or last > len(contents):
