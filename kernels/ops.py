@@ -37,6 +37,23 @@ class Linear(Protocol):
         ...
 
 
+@runtime_checkable
+class GroupedLinear(Protocol):
+    """Weights of y = x W[g]^T for the rows of each group g, packed; an expert is a group."""
+
+    num_groups: int
+    in_features: int
+    out_features: int
+
+    def __call__(self, x: Tensor, group_sizes: Tensor) -> Tensor:
+        """x: [R, in_features], its rows sorted by group -> [R, out_features].
+
+        group_sizes: [num_groups] int64, rows of each group; their sum is R. A group without rows
+        costs nothing: its weight is not read.
+        """
+        ...
+
+
 class Ops(Protocol):
     """Device operations. T: tokens of the flattened batch, N: sequences, D: head_dim."""
 
@@ -44,6 +61,18 @@ class Ops(Protocol):
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """Pack weight [out, in] (and bias [out]) once; the result is called in every step."""
+        ...
+
+    def grouped_linear(self, weight: Tensor) -> GroupedLinear:
+        """Pack weight [groups, out, in] once; see `GroupedLinear`."""
+        ...
+
+    def moe_gating_topk_softmax(self, router_logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The k largest of softmax(router_logits), largest first, and which they are.
+
+        router_logits: [T, num_experts] -> topk_weights [T, k] float32, not normalised again;
+        topk_ids [T, k] int64.
+        """
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

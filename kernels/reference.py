@@ -1,5 +1,7 @@
 """The specification of every op in plain PyTorch: obviously right, on any device, not fast."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -22,6 +24,39 @@ class ReferenceLinear:
         return self._weight[row_ids.long()]
 
 
+class ReferenceGroupedLinear:
+    """y = x W[g]^T, a group at a time."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.num_groups, self.out_features, self.in_features = weight.shape
+        self._weight = weight
+
+    def __call__(self, x: Tensor, group_sizes: Tensor) -> Tensor:
+        """x: [R, in_features], sorted by group -> [R, out_features]."""
+        out = x.new_empty(x.shape[0], self.out_features)
+        for group, rows in group_rows(group_sizes, self.num_groups, x.shape[0]):
+            out[rows] = functional.linear(x[rows], self._weight[group])
+        return out
+
+
+def group_rows(group_sizes: Tensor, num_groups: int, num_rows: int) -> Iterator[tuple[int, slice]]:
+    """Every group that has rows, and which they are.
+
+    Raises: ValueError: the sizes do not fit the rows or the groups.
+    """
+    sizes = group_sizes.tolist()
+    if len(sizes) != num_groups or sum(sizes) != num_rows or min(sizes) < 0:
+        raise ValueError(
+            f"{len(sizes)} group sizes with sum {sum(sizes)} for {num_rows} rows, "
+            f"{num_groups} groups"
+        )
+    start = 0
+    for group, size in enumerate(sizes):
+        if size:
+            yield group, slice(start, start + size)
+        start += size
+
+
 class ReferenceOps:
     """Implements `kernels.ops.Ops`."""
 
@@ -30,6 +65,15 @@ class ReferenceOps:
     def linear(self, weight: Tensor, bias: Tensor | None) -> ReferenceLinear:
         """Keep the weight as it is."""
         return ReferenceLinear(weight, bias)
+
+    def grouped_linear(self, weight: Tensor) -> ReferenceGroupedLinear:
+        """Keep the weight as it is."""
+        return ReferenceGroupedLinear(weight)
+
+    def moe_gating_topk_softmax(self, router_logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Softmax over all experts, in float32, then the top k."""
+        topk_weights, topk_ids = router_logits.float().softmax(dim=-1).topk(k, dim=-1)
+        return topk_weights, topk_ids
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight, in float32."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.build import build
+from kernels.reference import ReferenceOps, group_rows
 
 
 class CpuLinear:
@@ -34,6 +35,22 @@ class CpuLinear:
         return result
 
 
+class CpuGroupedLinear:
+    """A packed weight per group; rows of a group go through it together."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.num_groups, self.out_features, self.in_features = weight.shape
+        self._linears = [CpuLinear(group, None) for group in weight]
+
+    def __call__(self, x: Tensor, group_sizes: Tensor) -> Tensor:
+        """x: [R, in_features] float32, sorted by group; a row is the same in any batch."""
+        parts = [
+            self._linears[group](x[rows])
+            for group, rows in group_rows(group_sizes, self.num_groups, x.shape[0])
+        ]
+        return torch.cat(parts) if parts else x.new_empty(0, self.out_features)
+
+
 class CpuOps:
     """Implements `kernels.ops.Ops` for float32 on the CPU; construct through `load`."""
 
@@ -42,6 +59,14 @@ class CpuOps:
     def linear(self, weight: Tensor, bias: Tensor | None) -> CpuLinear:
         """Pack; the caller drops its own copy."""
         return CpuLinear(weight, bias)
+
+    def grouped_linear(self, weight: Tensor) -> CpuGroupedLinear:
+        """Pack every group; the caller drops its own copy."""
+        return CpuGroupedLinear(weight)
+
+    def moe_gating_topk_softmax(self, router_logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """See `Ops.moe_gating_topk_softmax`; torch is fast enough for so few numbers."""
+        return ReferenceOps().moe_gating_topk_softmax(router_logits, k)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `Ops.rms_norm`."""

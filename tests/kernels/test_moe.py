@@ -1,0 +1,83 @@
+"""Gating and grouped products: the reference against plain formulas, the backend against it.
+
+Tolerance as in test_linear.
+"""
+
+import pytest
+import torch
+
+from kernels.ops import GroupedLinear, Ops
+from tests.kernels.test_linear import _tolerance
+
+
+def _weight(num_groups: int, out_features: int, in_features: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(num_groups * 10007 + out_features)
+    return torch.randn(num_groups, out_features, in_features, generator=generator) / (
+        in_features**0.5
+    )
+
+
+@pytest.fixture(params=["reference", "cpu"])
+def ops(request: pytest.FixtureRequest) -> Ops:
+    ops: Ops = request.getfixturevalue(request.param)
+    return ops
+
+
+@pytest.mark.parametrize(
+    "sizes", [[0, 3, 0, 70, 1, 0], [1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 9], [0, 0, 0, 0, 0, 0]]
+)
+@pytest.mark.parametrize(("out_features", "in_features"), [(96, 64), (65, 37), (1, 3)])
+def test_every_row_meets_the_weight_of_its_group(
+    ops: Ops, sizes: list[int], out_features: int, in_features: int
+) -> None:
+    weight = _weight(len(sizes), out_features, in_features)
+    grouped = ops.grouped_linear(weight.clone())
+    assert isinstance(grouped, GroupedLinear)
+    assert grouped.num_groups == len(sizes)
+    assert (grouped.out_features, grouped.in_features) == (out_features, in_features)
+    x = torch.randn(sum(sizes), in_features)
+    y = grouped(x, torch.tensor(sizes))
+    assert y.shape == (sum(sizes), out_features)
+    groups = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    expected = (weight[groups] @ x[:, :, None])[:, :, 0]
+    torch.testing.assert_close(y, expected, rtol=0, atol=_tolerance(in_features))
+
+
+def test_rows_of_x_may_be_strided_and_nothing_beside_them_is_read(ops: Ops) -> None:
+    grouped = ops.grouped_linear(_weight(3, 50, 40))
+    x = torch.full((9, 100), torch.nan)
+    x[2:7, 30:70] = torch.randn(5, 40)
+    sizes = torch.tensor([2, 0, 3])
+    part = x[2:7, 30:70]
+    expected = grouped(part.contiguous(), sizes)
+    assert expected.isfinite().all()
+    torch.testing.assert_close(grouped(part, sizes), expected, rtol=0, atol=_tolerance(40))
+
+
+def test_a_row_of_nan_stays_in_its_row(ops: Ops) -> None:
+    grouped = ops.grouped_linear(_weight(2, 33, 20))
+    x = torch.randn(8, 20)
+    x[5] = torch.nan
+    y = grouped(x, torch.tensor([3, 5]))
+    assert y[5].isnan().all()
+    assert y[[0, 1, 2, 3, 4, 6, 7]].isfinite().all()
+
+
+@pytest.mark.parametrize("sizes", [[1, 2], [1, 2, 3], [4, -1, 1], [5]])
+def test_sizes_that_do_not_fit_are_refused(ops: Ops, sizes: list[int]) -> None:
+    grouped = ops.grouped_linear(_weight(3, 8, 8))
+    with pytest.raises(ValueError, match="for 4 rows, 3 groups"):
+        grouped(torch.zeros(4, 8), torch.tensor(sizes))
+
+
+@pytest.mark.parametrize(("num_experts", "k"), [(8, 2), (128, 8), (3, 3), (5, 1)])
+def test_gating_picks_the_largest_of_the_softmax_over_all(
+    ops: Ops, num_experts: int, k: int
+) -> None:
+    logits = 3 * torch.randn(20, num_experts)
+    topk_weights, topk_ids = ops.moe_gating_topk_softmax(logits, k)
+    for row, weights, ids in zip(logits.double(), topk_weights, topk_ids, strict=True):
+        ranked = sorted(range(num_experts), key=lambda expert: -row[expert])[:k]
+        assert ids.tolist() == ranked
+        expected = row.exp()[ranked] / row.exp().sum()
+        torch.testing.assert_close(weights.double(), expected, rtol=0, atol=1e-6)
