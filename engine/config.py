@@ -37,6 +37,22 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MoEConfig:
+    """The sparse layers of a mixture-of-experts model."""
+
+    num_experts: Annotated[int, Ge(1)]
+    """Experts of a sparse layer."""
+    num_experts_per_tok: Annotated[int, Ge(1)]
+    """How many of them compute a token; at most num_experts."""
+    intermediate_size: Annotated[int, Ge(1)]
+    """Width of an expert."""
+    norm_topk_prob: bool
+    """Whether the weights of a token's experts are scaled to sum to one."""
+    layers: frozenset[int]
+    """Which layers are sparse; the others have a dense MLP."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
     """One model, as its config.json or its GGUF metadata describes it."""
 
@@ -68,6 +84,8 @@ class ModelConfig:
     """Whether q, k, v and o projections have a bias."""
     mlp_bias: bool = False
     """Whether the MLP's projections have a bias."""
+    moe: MoEConfig | None = None
+    """Its sparse layers; None if all are dense."""
     bos_token_id: int | None = None
     """Put before a prompt by tokenizers that do."""
     eos_token_ids: frozenset[int] = frozenset()

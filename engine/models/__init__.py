@@ -12,12 +12,14 @@ from engine.models.decoder import BuildLayer, DecoderForCausalLM
 from engine.models.llama import llama_layer
 from engine.models.qwen2 import qwen2_layer
 from engine.models.qwen3 import qwen3_layer
+from engine.models.qwen3_moe import qwen3_moe_layer
 from kernels.ops import Ops
 
 MODELS: dict[str, BuildLayer] = {
     "LlamaForCausalLM": llama_layer,
     "Qwen2ForCausalLM": qwen2_layer,
     "Qwen3ForCausalLM": qwen3_layer,
+    "Qwen3MoeForCausalLM": qwen3_moe_layer,
 }
 
 

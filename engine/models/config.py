@@ -4,10 +4,12 @@ import math
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from engine.config import ModelConfig, RopeConfig, RopeType
+from engine.config import ModelConfig, MoEConfig, RopeConfig, RopeType
 from engine.errors import UnsupportedModel, WeightsError
 
 Json = Mapping[str, Any]
+
+_SPARSE = frozenset({"Qwen3MoeForCausalLM"})
 
 # What a config without head_dim means, where it is not hidden_size / num_heads.
 _HEAD_DIMS = {"Qwen3ForCausalLM": 128}
@@ -47,9 +49,33 @@ def parse_model_config(config: Json, generation: Json | None = None) -> ModelCon
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         attention_bias=bool(config.get("attention_bias", False)),
         mlp_bias=bool(config.get("mlp_bias", False)),
+        moe=parse_moe_config(config) if architecture in _SPARSE else None,
         bos_token_id=config.get("bos_token_id"),
         eos_token_ids=_token_ids(config) | _token_ids(generation),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+    )
+
+
+def parse_moe_config(config: Json) -> MoEConfig:
+    """Read the experts and which layers have them; transformers 5 writes num_local_experts.
+
+    Raises: WeightsError: a field is missing or contradicts another.
+    """
+    num_experts = _int(config, "num_experts" if "num_experts" in config else "num_local_experts")
+    num_experts_per_tok = _int(config, "num_experts_per_tok")
+    if not 1 <= num_experts_per_tok <= num_experts:
+        raise WeightsError(f"num_experts_per_tok is {num_experts_per_tok} of {num_experts} experts")
+    step = int(config.get("decoder_sparse_step", 1))
+    if step < 1:
+        raise WeightsError(f"decoder_sparse_step is {step}, must be at least 1")
+    dense = frozenset(config.get("mlp_only_layers") or ())
+    num_layers = _int(config, "num_hidden_layers")
+    return MoEConfig(
+        num_experts=num_experts,
+        num_experts_per_tok=num_experts_per_tok,
+        intermediate_size=_int(config, "moe_intermediate_size"),
+        norm_topk_prob=bool(config.get("norm_topk_prob", False)),
+        layers=frozenset(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0),
     )
 
 

@@ -12,6 +12,7 @@ from engine.config import ModelConfig
 from engine.layers.attention import Attention, OnLayer
 from engine.layers.embedding import Embedding, LMHead
 from engine.layers.mlp import GatedMLP
+from engine.layers.moe import MoE
 from engine.layers.norm import RMSNorm
 from engine.layers.rotary import RotaryEmbedding
 from kernels.ops import Ops
@@ -21,7 +22,7 @@ class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), with the sum carried as `residual`."""
 
     def __init__(
-        self, config: ModelConfig, ops: Ops, *, self_attn: Attention, mlp: GatedMLP
+        self, config: ModelConfig, ops: Ops, *, self_attn: Attention, mlp: GatedMLP | MoE
     ) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from engine.errors import UnsupportedModel, WeightsError
 from engine.weights.source import SourceTensor
@@ -15,6 +16,11 @@ from engine.weights.source import SourceTensor
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+# Tensors [experts, rows, columns] of all experts, as transformers 5 holds them, and their parts.
+_STACKED_EXPERTS = {
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "down_proj": ("down_proj",),
+}
 DTYPES = frozenset({"F32", "F16", "BF16"})
 
 
@@ -67,4 +73,28 @@ def _tensors(path: Path, file: Any) -> Iterator[SourceTensor]:
             raise UnsupportedModel(
                 f"{name} in {path} is {header.get_dtype()}, supported: {', '.join(sorted(DTYPES))}"
             )
-        yield SourceTensor(name, tuple(header.get_shape()), partial(file.get_tensor, name))
+        shape = tuple(header.get_shape())
+        stem, _, projection = name.rpartition(".")
+        if projection in _STACKED_EXPERTS and len(shape) == 3:
+            yield from _experts(file, stem, projection, shape)
+        else:
+            yield SourceTensor(name, shape, partial(file.get_tensor, name))
+
+
+def _experts(
+    file: Any, stem: str, projection: str, shape: tuple[int, ...]
+) -> Iterator[SourceTensor]:
+    """The parts of a tensor [experts, rows, columns], under the names of separate experts."""
+    parts = _STACKED_EXPERTS[projection]
+    num_experts, rows = shape[0], shape[1] // len(parts)
+    for expert in range(num_experts):
+        for i, part in enumerate(parts):
+            read = partial(
+                _read_rows, file, f"{stem}.{projection}", expert, slice(i * rows, (i + 1) * rows)
+            )
+            yield SourceTensor(f"{stem}.{expert}.{part}.weight", (rows, shape[2]), read)
+
+
+def _read_rows(file: Any, name: str, expert: int, rows: slice) -> Tensor:
+    values: Tensor = file.get_slice(name)[expert, rows]
+    return values

@@ -1,0 +1,85 @@
+"""Mixture of experts: each token goes through the few MLPs that its router picks."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from engine.config import MoEConfig
+from engine.layers.layer import WeightedLayer
+from engine.layers.linear import FusedLinear
+from kernels.ops import GroupedLinear, Ops
+
+
+class Experts(WeightedLayer):
+    """down(silu(gate(x)) * up(x)) with weights per expert, on the rows routed to each.
+
+    dispatch: rows sorted by expert -> one product per expert that has rows -> combine: weighted sum
+    """
+
+    def __init__(self, hidden_size: int, config: MoEConfig, *, ops: Ops) -> None:
+        super().__init__()
+        num_experts, width = config.num_experts, config.intermediate_size
+        self._ops = ops
+        self._width = width
+        self._gate_up_weight: Tensor | None = torch.empty(num_experts, 2 * width, hidden_size)
+        self._down_weight: Tensor | None = torch.empty(num_experts, hidden_size, width)
+        self._gate_up: GroupedLinear | None = None
+        self._down: GroupedLinear | None = None
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Views of the stacked tensors, three per expert."""
+        gate_up, down = self._gate_up_weight, self._down_weight
+        assert gate_up is not None, "the weights are packed already"
+        assert down is not None, "the weights are packed already"
+        for expert in range(len(down)):
+            yield f"experts.{expert}.gate_proj.weight", gate_up[expert, : self._width]
+            yield f"experts.{expert}.up_proj.weight", gate_up[expert, self._width :]
+            yield f"experts.{expert}.down_proj.weight", down[expert]
+
+    def pack(self) -> None:
+        """Hand the weights to the backend and drop the plain ones."""
+        assert self._gate_up_weight is not None, "the weights are packed already"
+        assert self._down_weight is not None, "the weights are packed already"
+        self._gate_up = self._ops.grouped_linear(self._gate_up_weight)
+        self._gate_up_weight = None
+        self._down = self._ops.grouped_linear(self._down_weight)
+        self._down_weight = None
+
+    def forward(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+        """x: [T, hidden_size]; topk_weights, topk_ids: [T, k] -> [T, hidden_size]."""
+        assert self._gate_up is not None, "the weights are not loaded"
+        assert self._down is not None, "the weights are not loaded"
+        expert_ids, order = topk_ids.flatten().sort(stable=True)  # [T * k]
+        token_ids = order // topk_ids.shape[1]
+        group_sizes = torch.bincount(expert_ids, minlength=self._down.num_groups)
+        hidden = self._ops.silu_mul(self._gate_up(x.index_select(0, token_ids), group_sizes))
+        out = self._down(hidden, group_sizes) * topk_weights.flatten()[order, None]
+        # NOTE: adds a token's experts one by one, in ascending order, so that a token has the same
+        # bits in any batch.
+        return torch.zeros_like(x).index_add_(0, token_ids, out)
+
+
+class MoE(nn.Module):
+    """A router and its experts, in the place of an MLP.
+
+    Source: sparsely gated experts (arXiv 1701.06538); softmax before the choice as in GShard
+    (arXiv 2006.16668).
+    """
+
+    def __init__(self, hidden_size: int, config: MoEConfig, *, ops: Ops) -> None:
+        super().__init__()
+        self._ops = ops
+        self._config = config
+        self.gate = FusedLinear(hidden_size, {"gate": config.num_experts}, bias=False, ops=ops)
+        self.experts = Experts(hidden_size, config, ops=ops)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [T, hidden_size] -> [T, hidden_size]."""
+        topk_weights, topk_ids = self._ops.moe_gating_topk_softmax(
+            self.gate(x), self._config.num_experts_per_tok
+        )
+        if self._config.norm_topk_prob:
+            topk_weights = topk_weights / topk_weights.sum(dim=-1, keepdim=True)
+        out: Tensor = self.experts(x, topk_weights, topk_ids)
+        return out
