@@ -1,12 +1,14 @@
 """The process: configuration, ports, signals, metrics and status."""
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -116,3 +118,36 @@ async def test_metrics_and_status_show_workers_and_requests(stand: StandFactory)
         roles = {worker["engine_id"]: worker["role"] for worker in status["workers"]}
         assert roles == {"prefill-0": "prefiller", "decode-0": "decoder"}
         assert (await proxy.http.get("/version")).json()["version"]
+
+
+def _first_bytes(port: int, pieces: Iterable[bytes]) -> bytes:
+    """What the proxy answers while it is still being sent to."""
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        with contextlib.suppress(ConnectionError):
+            for piece in pieces:
+                connection.sendall(piece)
+        with contextlib.suppress(ConnectionError):
+            return connection.recv(64)
+    return b"reset"
+
+
+def test_a_head_without_end_is_refused_before_it_costs_memory_or_time(
+    gguf_path: Path, tmp_path: Path
+) -> None:
+    begin = b"GET /health HTTP/1.1\r\nHost: x\r\n"
+    chunked = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n"
+    piece = b"a" * 8192
+    heads = {
+        "small": ((begin, b"X: ", piece, b"\r\n\r\n"), {b"HTTP/1.1 200"}),
+        "one header": ((begin, b"X: ", *[piece] * 64), {b"HTTP/1.1 431", b"reset"}),
+        "many": ((begin, *[b"X: " + piece + b"\r\n"] * 64), {b"HTTP/1.1 431", b"reset"}),
+        "url": ((b"GET /", *[piece] * 64), {b"HTTP/1.1 431", b"reset"}),
+        "trailer": ((chunked, b"X: ", *[piece] * 64), {b"HTTP/1.1 431", b"reset"}),
+    }
+    with process(gguf_path, tmp_path) as (_, port):
+        for name, (pieces, expected) in heads.items():
+            answer = _first_bytes(port, pieces)
+            assert answer[:12] in expected, (name, answer)
+        body = {"model": MODEL, "prompt": "a " * 200_000}
+        reply = httpx.post(f"http://127.0.0.1:{port}/tokenize", json=body, trust_env=False)
+        assert reply.status_code == 200
