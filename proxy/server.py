@@ -14,6 +14,7 @@ import uvicorn
 
 from proxy.app import create_app
 from proxy.config import ProxyConfig
+from proxy.http_protocol import BoundedHttpProtocol
 from proxy.rpc import RpcServer
 from proxy.service import Service
 from proxy.tokenizer import Tokenizer, load_tokenizer
@@ -53,7 +54,7 @@ class ProxyServer:
                 log_level="warning",
                 access_log=False,
                 server_header=False,
-                http="httptools",
+                http=BoundedHttpProtocol,
                 ws="none",
                 backlog=_BACKLOG,
                 timeout_keep_alive=75,

@@ -1,0 +1,84 @@
+"""HTTP/1.1 as uvicorn parses it, with a bound on request line, headers and trailers."""
+
+import orjson
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+MAX_HEAD_BYTES = 64 * 1024
+"""Request line and headers of one request, and a piece of them that is not complete yet."""
+
+_BODY = orjson.dumps(
+    {
+        "error": {
+            "message": f"request line and headers have more than {MAX_HEAD_BYTES} bytes",
+            "type": "invalid_request_error",
+            "param": None,
+            "code": "headers_too_large",
+        }
+    }
+)
+_REFUSAL = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\n"
+    b"content-length: %d\r\nconnection: close\r\n\r\n%b" % (len(_BODY), _BODY)
+)
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """Answers 431 where a head is larger than MAX_HEAD_BYTES, and closes the connection.
+
+    NOTE: the parser has no bound of its own, and joins the pieces of a long header in quadratic
+    time: a single client could stop the event loop for all others.
+    """
+
+    _num_head_bytes = 0
+    _num_silent_bytes = 0
+    """Received since the parser last completed something: part of a header, at worst."""
+    _is_refused = False
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what has arrived."""
+        self._num_silent_bytes += len(data)
+        super().data_received(data)
+        if self._num_silent_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self._is_refused = True
+            self.send_400_response("")
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what cannot be parsed."""
+        if not self._is_refused:
+            super().send_400_response(msg)
+            return
+        self.transport.write(_REFUSAL)
+        self.transport.close()
+
+    def on_message_begin(self) -> None:
+        """Start counting."""
+        self._num_head_bytes = self._num_silent_bytes = 0
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        """Take a piece of the request line."""
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take one header or trailer."""
+        self._count(len(name) + len(value))
+        super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        """Take a piece of the body, which has a bound elsewhere."""
+        self._num_silent_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Hand over the end of the body."""
+        self._num_silent_bytes = 0
+        super().on_message_complete()
+
+    def _count(self, num_bytes: int) -> None:
+        self._num_silent_bytes = 0
+        self._num_head_bytes += num_bytes
+        if self._num_head_bytes > MAX_HEAD_BYTES:
+            self._is_refused = True
+            # The parser turns it into an HttpParserError, which ends in send_400_response.
+            raise ValueError("the head is too large")
