@@ -8,6 +8,7 @@ pdserve.yaml, --set -> config_file.load_config -> ServiceConfig -> resolve -> Se
 import ipaddress
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, Literal
 
@@ -38,6 +39,8 @@ DERIVED = {
 """Fields of the rooms that a user states elsewhere (where) or not at all (empty)."""
 
 _SERVICE_NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
+# Times travel as milliseconds in 32 bits, to workers and to the kernel.
+_MAX_DURATION_S = 7 * 24 * 3600.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -237,13 +240,27 @@ def _check_cache(config: ServiceConfig) -> list[str]:
 
 
 def _check_times(config: ServiceConfig) -> list[str]:
+    problems = [
+        f"{name}: {value} is not allowed: at most {_MAX_DURATION_S:.0f} s (7 days)"
+        for name, value in _durations(asdict(config), "")
+        if value > _MAX_DURATION_S
+    ]
     renew_s = config.proxy.lease_renew_s
     if 2 * renew_s > config.lease_s:
-        return [
+        problems.append(
             f"proxy.lease_renew_s is {renew_s}: a lease of {config.lease_s} s (lease_s) must "
             f"survive one lost renewal, so at most {config.lease_s / 2}"
-        ]
-    return []
+        )
+    return problems
+
+
+def _durations(values: dict[str, Any], path: str) -> Iterator[tuple[str, float]]:
+    """Every setting that is a number of seconds, by its dotted name."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _durations(value, f"{path}{name}.")
+        elif name.endswith("_s"):
+            yield f"{path}{name}", value
 
 
 def user_values(config: ServiceConfig) -> dict[str, Any]:

@@ -21,6 +21,22 @@ Values = dict[str, Any]
 _ADAPTER = TypeAdapter(ServiceConfig)
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that stands twice: YAML would take the last one without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Build one section."""
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen and isinstance(key, yaml.ScalarNode):
+                raise yaml.MarkedYAMLError(
+                    problem=f"`{key.value}` stands twice", problem_mark=key.start_mark
+                )
+            if isinstance(key, yaml.ScalarNode):
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> ServiceConfig:
     """Read a file (None: all defaults), apply `a.b=value` overrides, check everything.
 
@@ -53,7 +69,7 @@ def parse_config(values: Mapping[str, Any]) -> ServiceConfig:
 
 def _read(path: Path) -> Values:
     try:
-        values = yaml.safe_load(path.read_text())
+        values = yaml.load(path.read_text(), _Loader)  # a SafeLoader
     except FileNotFoundError:
         raise ConfigError([f"{path}: no such file"]) from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

@@ -53,6 +53,12 @@ def test_defaults_are_valid_and_serve_the_packaged_model_on_loopback() -> None:
             'decoder.kv_cache_bytes: "1Gx" is not allowed: a size such as 512MiB',
         ),
         ("lease_s=soon", 'lease_s: "soon" is not allowed: a duration such as 500ms, 2s or 5m'),
+        ("lease_s=.inf", "lease_s: inf is not allowed: at most 604800 s (7 days)"),
+        ("proxy.request_timeout_s=.nan", "proxy.request_timeout_s: NaN is not allowed"),
+        (
+            "proxy.client_write_timeout_s=10000000",
+            "proxy.client_write_timeout_s: 10000000.0 is not allowed: at most 604800 s (7 days)",
+        ),
         ("grpc_port=8000", "http_port and grpc_port are both 8000: they must differ"),
         ("decoder.replicas", "--set decoder.replicas: expected key=value"),
     ],
@@ -133,6 +139,22 @@ def test_a_file_is_read_and_overridden_and_what_is_printed_can_be_read_again(
     resolved = resolve(config, num_cores=8)
     assert parse_config(user_values(resolved)) == resolved
     assert resolved.decoder.num_threads == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("http_port: 1\nmodel: m\nhttp_port: 2\n", "http_port"),
+        ("decoder:\n  replicas: 1\n  replicas: 2\n", "replicas"),
+    ],
+)
+def test_a_key_that_stands_twice_is_refused_with_its_line(
+    tmp_path: Path, text: str, key: str
+) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=rf"x\.yaml: `{key}` stands twice\n.*line 3"):
+        load_config(path)
 
 
 @pytest.mark.parametrize("text", ["- a\n", "a: [", "just text"])
