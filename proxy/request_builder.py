@@ -10,16 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from proxy.config import ProxyConfig
-from proxy.conversation import ToolPlan, plan_tools, template_messages
+from proxy.conversation import ToolPlan, plan_tools
 from proxy.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Unsupported
-from proxy.grammar import (
-    MAYBE_THINKING,
-    OPEN_THINKING,
-    Constraint,
-    GrammarChecker,
-    build_grammar,
-    constraint,
-)
 from proxy.openai import (
     ChatCompletionBody,
     CompletionBody,
@@ -28,10 +20,10 @@ from proxy.openai import (
     TokenizeChatBody,
     TokenizeTextBody,
 )
-from proxy.output_parser import THINK_BEGIN, OutputOptions
+from proxy.output_parser import OutputOptions
+from proxy.output_plan import OutputPlanner
 from proxy.request import GenerationRequest, SamplingOptions
 from proxy.tokenizer import Tokenizer
-from proxy.tool_formats import MARKERS, ToolFormat, calls_rules, detect_format
 
 _DEFAULT_COMPLETION_TOKENS = 16
 # Longer texts are tokenized in a thread (the tokenizer releases the GIL); shorter ones are not
@@ -60,21 +52,7 @@ class RequestBuilder:
         self._limits = config.limits
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
-        self._grammars = GrammarChecker(tokenizer, config.limits.max_grammar_bytes)
-        template = tokenizer.template_source
-        self._tool_format: ToolFormat = (
-            detect_format(template) if config.tool_format == "auto" else config.tool_format
-        )
-        self._knows_tools = "tools" in template
-        self._knows_tool_role = "tool" in template
-        self._splits_reasoning = config.reasoning_format == "think" or (
-            config.reasoning_format == "auto" and THINK_BEGIN in template
-        )
-        token_bytes = tokenizer.token_bytes
-        special = {token_bytes[i].decode(errors="replace"): i for i in tokenizer.special_ids}
-        self._marker_ids = {
-            text: special[text] for text in MARKERS[self._tool_format] if text in special
-        }
+        self._outputs = OutputPlanner(config, tokenizer)
 
     def check_model(self, name: str | None) -> str:
         """Return the model name to report; None means the default.
@@ -102,9 +80,9 @@ class RequestBuilder:
             raise InvalidRequest(f"{param} should be at least 1, got 0", param=param)
         self._check_limits(body)
         plan = plan_tools(body, self._limits.max_tools)
-        text = self._render_text(body, plan)
+        text = self._outputs.render(body, plan)
         prompt = await self._encode(text, bool(body.add_special_tokens), param="messages")
-        output = self._output_options(text, plan)
+        output = self._outputs.options(text, plan)
         return self._build(
             body,
             model=model,
@@ -115,7 +93,7 @@ class RequestBuilder:
             default_max_tokens=None,
             num_logprobs=num_logprobs,
             extras=_Extras(
-                grammar=await self._grammar(body, plan, output),
+                grammar=await self._outputs.grammar(body, plan, output),
                 output=output if output.splits_reasoning or output.tool_format else None,
                 prompt_logprobs=body.prompt_logprobs,
             ),
@@ -155,7 +133,7 @@ class RequestBuilder:
             extras=_Extras(
                 echo=echo,
                 num_returned=body.n or 1,
-                grammar=await self._grammar(body, ToolPlan(), OutputOptions()),
+                grammar=await self._outputs.grammar(body, ToolPlan(), OutputOptions()),
                 prompt_logprobs=body.prompt_logprobs,
             ),
         )
@@ -180,86 +158,8 @@ class RequestBuilder:
         self, body: ConversationBody, *, add_special_tokens: bool = False
     ) -> tuple[int, ...]:
         """Apply the chat template and tokenize."""
-        text = self._render_text(body, ToolPlan(tools=tuple(body.tools or ())))
+        text = self._outputs.render(body, ToolPlan(tools=tuple(body.tools or ())))
         return await self._encode(text, add_special_tokens, param="messages")
-
-    def _render_text(self, body: ConversationBody, plan: ToolPlan) -> str:
-        if body.chat_template is not None:
-            raise Unsupported("chat_template is not supported", param="chat_template")
-        tools = [tool.model_dump(exclude_none=True) for tool in plan.tools]
-        messages = template_messages(
-            body.messages,
-            tools,
-            knows_tools=self._knows_tools or (not tools and self._knows_tool_role),
-        )
-        continues = bool(body.continue_final_message)
-        if continues and body.add_generation_prompt:
-            raise InvalidRequest(
-                "continue_final_message excludes add_generation_prompt",
-                param="continue_final_message",
-            )
-        text = self._tokenizer.render(
-            messages,
-            add_generation_prompt=body.add_generation_prompt is not False and not continues,
-            template_kwargs=body.chat_template_kwargs,
-            tools=tools if self._knows_tools else None,
-        )
-        if not continues:
-            return text
-        last = str(messages[-1]["content"])
-        place = text.rfind(last.strip())
-        if not last.strip() or place < 0:
-            raise InvalidRequest(
-                "the last message has no content to continue", param="continue_final_message"
-            )
-        return text[: place + len(last.strip())]
-
-    def _output_options(self, prompt: str, plan: ToolPlan) -> OutputOptions:
-        return OutputOptions(
-            tool_format=self._tool_format if plan.tools else None,
-            tool_names=frozenset(tool.function.name for tool in plan.tools),
-            max_calls=1 if plan.is_single else 1 << 30,
-            is_named=plan.is_named,
-            splits_reasoning=self._splits_reasoning,
-            starts_in_reasoning=self._splits_reasoning and prompt.rstrip().endswith(THINK_BEGIN),
-            kept_ids=frozenset(self._marker_ids.values()) if plan.tools else frozenset(),
-        )
-
-    async def _grammar(self, body: GenerationBody, plan: ToolPlan, output: OutputOptions) -> str:
-        """The checked grammar of a request; empty for none.
-
-        Raises: InvalidRequest: it cannot be used.
-        """
-        wanted = constraint(body)
-        if plan.is_forced or (wanted is not None and plan.tools):
-            calls = calls_rules(
-                self._tool_format,
-                plan.functions,
-                is_single=plan.is_single,
-                special_ids=self._marker_ids,
-            )
-            if plan.is_forced or wanted is None:
-                wanted = Constraint("tools", f"answer: calls\n{calls}")
-            elif wanted.is_whole:
-                raise Unsupported(f"{wanted.param} excludes tools", param=wanted.param)
-            else:
-                rules = wanted.rules.replace("answer:", "document:", 1)
-                wanted = Constraint(wanted.param, f"answer: document | calls\n{rules}\n{calls}")
-        if wanted is None:
-            return ""
-        if body.ignore_eos:
-            raise InvalidRequest(f"ignore_eos excludes {wanted.param}", param="ignore_eos")
-        thinking = ""
-        if output.splits_reasoning:
-            thinking = OPEN_THINKING if output.starts_in_reasoning else MAYBE_THINKING
-        try:
-            grammar = build_grammar(wanted, thinking=thinking)
-        except RecursionError:
-            raise InvalidRequest(
-                f"{wanted.param} is nested too deeply", param=wanted.param
-            ) from None
-        await self._grammars.check(grammar, wanted.param)
-        return grammar
 
     def _check_best_of(self, body: CompletionBody) -> None:
         n, best_of = body.n or 1, body.best_of
