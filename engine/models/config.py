@@ -9,7 +9,8 @@ from engine.errors import UnsupportedModel, WeightsError
 
 Json = Mapping[str, Any]
 
-_SPARSE = frozenset({"Qwen3MoeForCausalLM"})
+SPARSE = frozenset({"Qwen3MoeForCausalLM"})
+"""Architectures with experts."""
 
 # What a config without head_dim means, where it is not hidden_size / num_heads.
 _HEAD_DIMS = {"Qwen3ForCausalLM": 128}
@@ -49,7 +50,7 @@ def parse_model_config(config: Json, generation: Json | None = None) -> ModelCon
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         attention_bias=bool(config.get("attention_bias", False)),
         mlp_bias=bool(config.get("mlp_bias", False)),
-        moe=parse_moe_config(config) if architecture in _SPARSE else None,
+        moe=parse_moe_config(config) if architecture in SPARSE else None,
         bos_token_id=config.get("bos_token_id"),
         eos_token_ids=_token_ids(config) | _token_ids(generation),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),

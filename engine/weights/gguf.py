@@ -1,6 +1,6 @@
 """Models in GGUF files: metadata as a `ModelConfig`, tensors as Hugging Face has them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
@@ -10,9 +10,9 @@ from gguf import quants
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
-from engine.config import ModelConfig, RopeConfig, RopeType
+from engine.config import ModelConfig, MoEConfig, RopeConfig, RopeType
 from engine.errors import UnsupportedModel, WeightsError
-from engine.models.config import yarn_attention_factor
+from engine.models.config import SPARSE, yarn_attention_factor
 from engine.weights.gguf_file import GGUFFile, GGUFTensor, Value
 from engine.weights.source import SourceTensor
 
@@ -22,6 +22,7 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
 }
 # Per architecture: projections whose rows llama.cpp's converter reorders, see `halves_from_pairs`.
 _INTERLEAVED = {"llama": ("attn_q", "attn_k")}
@@ -47,6 +48,13 @@ _LAYER_NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+}
+# Tensors [experts, rows, columns], one part of every expert each.
+_EXPERT_NAMES = {
+    "ffn_gate_exps": "gate_proj",
+    "ffn_up_exps": "up_proj",
+    "ffn_down_exps": "down_proj",
 }
 # Stretches each frequency (Llama 3's scaling, worked out): part of the rope parameters, no weight.
 _ROPE_DIVISORS = "rope_freqs.weight"
@@ -91,6 +99,7 @@ def gguf_model_config(file: GGUFFile) -> ModelConfig:
         tie_word_embeddings="output.weight" not in shapes,
         attention_bias="blk.0.attn_q.bias" in shapes,
         mlp_bias="blk.0.ffn_up.bias" in shapes,
+        moe=_moe_config(file, architecture),
         bos_token_id=bos if isinstance(bos, int) else None,
         eos_token_ids=_eos_token_ids(file),
         dtype="gguf",
@@ -104,7 +113,7 @@ def gguf_tensors(file: GGUFFile, config: ModelConfig) -> list[SourceTensor]:
         WeightsError: a tensor has a name that means nothing here.
     """
     interleaved = _INTERLEAVED.get(_text(file, "general.architecture"), ())
-    sources = []
+    sources: list[SourceTensor] = []
     for tensor in file.tensors:
         if tensor.name == _ROPE_DIVISORS:
             continue
@@ -114,6 +123,9 @@ def gguf_tensors(file: GGUFFile, config: ModelConfig) -> list[SourceTensor]:
                 f"supported: {', '.join(SUPPORTED)}"
             )
         stem, _, kind = tensor.name.rpartition(".")
+        if stem.rpartition(".")[2] in _EXPERT_NAMES:
+            sources.extend(_experts(file, tensor))
+            continue
         reorder: Callable[[Floats], Floats] | None = None
         if stem.rpartition(".")[2] in interleaved:
             reorder = partial(halves_from_pairs, head_dim=config.head_dim)
@@ -166,6 +178,19 @@ def _read(tensor: GGUFTensor, reorder: Callable[[Floats], Floats] | None) -> Ten
     return torch.from_numpy(values if values.flags.writeable else values.copy())
 
 
+def _experts(file: GGUFFile, tensor: GGUFTensor) -> Iterator[SourceTensor]:
+    _, layer_idx, part, kind = tensor.name.split(".")
+    if len(tensor.shape) != 3 or kind != "weight":
+        raise WeightsError(f"{tensor.name} in {file.path} has shape {list(tensor.shape)}")
+    num_experts, *shape = tensor.shape
+    num_bytes = len(tensor.data) // num_experts
+    for expert in range(num_experts):
+        name = f"model.layers.{layer_idx}.mlp.experts.{expert}.{_EXPERT_NAMES[part]}.weight"
+        data = tensor.data[expert * num_bytes : (expert + 1) * num_bytes]
+        own = GGUFTensor(name, tuple(shape), tensor.quantization, data)
+        yield SourceTensor(name, own.shape, partial(_read, own, None))
+
+
 def _hf_name(file: GGUFFile, stem: str) -> str:
     if stem in _TOP_NAMES:
         return _TOP_NAMES[stem]
@@ -174,6 +199,23 @@ def _hf_name(file: GGUFFile, stem: str) -> str:
     if block != "blk" or part not in _LAYER_NAMES:
         raise WeightsError(f"{file.path} has a tensor {stem!r} that this model does not have")
     return f"model.layers.{layer_idx}.{_LAYER_NAMES[part]}"
+
+
+def _moe_config(file: GGUFFile, architecture: str) -> MoEConfig | None:
+    if ARCHITECTURES[architecture] not in SPARSE:
+        return None
+    number = partial(_number, file, architecture)
+    num_experts, k = int(number("expert_count")), int(number("expert_used_count"))
+    if not 1 <= k <= num_experts:
+        raise WeightsError(f"{file.path} uses {k} of {num_experts} experts")
+    return MoEConfig(
+        num_experts=num_experts,
+        num_experts_per_tok=k,
+        intermediate_size=int(number("expert_feed_forward_length")),
+        # The format knows neither models without normalisation nor dense layers in qwen3moe.
+        norm_topk_prob=True,
+        layers=frozenset(range(int(number("block_count")))),
+    )
 
 
 def _rope_config(file: GGUFFile, architecture: str, context_length: int) -> RopeConfig:
