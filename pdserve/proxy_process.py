@@ -67,7 +67,8 @@ class ProxyProcess:
         Raises: StartFailed: it ended instead.
         """
         if self._process is not None and self._process.poll() is not None:
-            raise StartFailed(f"the proxy ended with status {self._process.returncode}")
+            status = self._process.returncode
+            raise StartFailed(f"the proxy ended with status {status}{self._last_words()}")
         try:
             values = json.loads(self._ports_path.read_text())
         except FileNotFoundError:
@@ -75,6 +76,12 @@ class ProxyProcess:
         ports = Ports(values["http_port"], values["grpc_port"])
         self._config = replace(self._config, http_port=ports.http_port, grpc_port=ports.grpc_port)
         return ports
+
+    def _last_words(self) -> str:
+        """The last line that it said; of a traceback that is the error."""
+        lines = Path(self._log_file.name).read_text(errors="replace").split("\n")
+        last = next((line for line in reversed(lines) if line.strip()), "")
+        return f": {last}" if last else ""
 
     def supervise(self) -> None:
         """Start it anew if it died; after repeated deaths with a delay."""
