@@ -72,6 +72,8 @@ def up(
             arguments += ["--config", str(file.absolute())]
         start_detached(arguments, folder, _console())
         return
+    # NOTE: before the ports are looked at: the running service itself is what listens on them.
+    folder.check_free()
     from pdserve.ray_environment import ray_environment
 
     token = secrets.token_hex(32)

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from pdserve.client import connect
 from pdserve.display import StartProgress, print_banner, start_progress
-from pdserve.errors import ServiceExists, StartFailed
+from pdserve.errors import StartFailed
 from pdserve.processes import is_alive
 from pdserve.readiness import Interrupted, Wait, wait_for_workers
 from pdserve.state import ServiceState, StateFolder
@@ -28,9 +28,7 @@ def start_detached(arguments: Sequence[str], folder: StateFolder, console: Conso
 
     Raises: ServiceExists. StartFailed: with the end of its log. Interrupted: it was stopped again.
     """
-    if folder.is_locked():
-        with folder.locked():  # raises, with where it is
-            raise ServiceExists(folder.service)
+    folder.check_free()
     folder.path.mkdir(parents=True, exist_ok=True, mode=0o700)
     started_s = time.monotonic()
     with folder.log_path.open("w") as log:

@@ -20,6 +20,8 @@ def parse_numbers(arguments: Sequence[str]) -> tuple[int | None, int | None]:
             problems.append(f"{argument} is not allowed: prefiller=N or decoder=N")
         elif not text.isdecimal() or int(text) < minimum:
             problems.append(f"{argument} is not allowed: a whole number, at least {minimum}")
+        elif role in numbers:
+            problems.append(f"{argument} is not allowed: {role} is {numbers[role]} already")
         else:
             numbers[role] = int(text)
     if problems:

@@ -86,6 +86,14 @@ class StateFolder:
             finally:
                 self._state_path.unlink(missing_ok=True)
 
+    def check_free(self) -> None:
+        """Look before anything is started; `locked` decides.
+
+        Raises: ServiceExists: a supervisor lives.
+        """
+        if self.is_locked():
+            raise ServiceExists(self._exists_message())
+
     def is_locked(self) -> bool:
         """Whether a supervisor lives."""
         try:

@@ -1,5 +1,6 @@
 """The command line without a service: messages and exit codes."""
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 from pdserve.cli import app
 from pdserve.errors import ConfigError, ServiceNotRunning
 from pdserve.scaling import parse_numbers
+from pdserve.state import StateFolder
 
 
 def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -61,6 +63,8 @@ def test_scale_takes_roles_and_numbers() -> None:
     with pytest.raises(ConfigError) as caught:
         parse_numbers(["decoder=0", "worker=1", "prefiller=-1", "decoder"])
     assert len(caught.value.problems) == 4
+    with pytest.raises(ConfigError, match="decoder=2 is not allowed: decoder is 1 already"):
+        parse_numbers(["decoder=1", "decoder=2"])
 
 
 def test_asking_for_the_status_does_not_import_ray_or_torch() -> None:
@@ -72,3 +76,20 @@ def test_asking_for_the_status_does_not_import_ray_or_torch() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("detach", [(), ("--detach",)])
+def test_a_second_up_names_the_running_service_and_not_its_ports(
+    tmp_path: Path, detach: tuple[str, ...]
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (model / name).touch()
+    folder = StateFolder(tmp_path, "pdserve")
+    with folder.locked(), socket.create_server(("127.0.0.1", 0)) as listener:
+        ports = f"http_port={listener.getsockname()[1]}"
+        place = ("--state-dir", str(tmp_path), "--model", str(model))
+        result = run("up", *detach, "--set", ports, *place)
+    assert result.returncode == 1
+    assert "service `pdserve` runs already" in result.stderr
