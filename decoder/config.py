@@ -3,24 +3,24 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from annotated_types import Ge
+from annotated_types import Ge, Le
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderConfig:
     """Size and bounds of the decode role."""
 
-    replicas: Annotated[int, Ge(1)] = 1
+    replicas: Annotated[int, Ge(1), Le(1024)] = 1
     """Decoders at start; `pdserve scale` changes the number."""
-    num_threads: Annotated[int, Ge(1)] | None = None
+    num_threads: Annotated[int, Ge(1), Le(1024)] | None = None
     """Compute threads of one decoder; None shares the machine's cores over all workers."""
     kv_cache_bytes: Annotated[int, Ge(1 << 20)] = 1 << 30
     """Memory of one decoder's KV cache."""
     num_blocks: Annotated[int, Ge(1)] | None = None
     """Blocks of the KV cache, instead of kv_cache_bytes."""
-    max_num_seqs: Annotated[int, Ge(1)] = 64
+    max_num_seqs: Annotated[int, Ge(1), Le(65536)] = 64
     """Sequences decoded in one step."""
-    max_prefill_tokens: Annotated[int, Ge(1)] = 64
+    max_prefill_tokens: Annotated[int, Ge(1), Le(1 << 20)] = 64
     """Prompt tokens computed beside one decode step: short prompts, and requests that lost KV."""
-    max_num_waiting: Annotated[int, Ge(1)] = 1024
+    max_num_waiting: Annotated[int, Ge(1), Le(1 << 20)] = 1024
     """Bound of the queue, of requests that wait for blocks included."""

@@ -3,24 +3,24 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from annotated_types import Ge
+from annotated_types import Ge, Le
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillerConfig:
     """Size and bounds of the prefill role."""
 
-    replicas: Annotated[int, Ge(0)] = 1
+    replicas: Annotated[int, Ge(0), Le(1024)] = 1
     """Prefillers at start; `pdserve scale` changes the number."""
-    num_threads: Annotated[int, Ge(1)] | None = None
+    num_threads: Annotated[int, Ge(1), Le(1024)] | None = None
     """Compute threads of one prefiller; None shares the machine's cores over all workers."""
     kv_cache_bytes: Annotated[int, Ge(1 << 20)] = 512 << 20
     """Memory of one prefiller's KV cache."""
     num_blocks: Annotated[int, Ge(1)] | None = None
     """Blocks of the KV cache, instead of kv_cache_bytes."""
-    max_num_seqs: Annotated[int, Ge(1)] = 16
+    max_num_seqs: Annotated[int, Ge(1), Le(65536)] = 16
     """Prompts computed at once."""
-    max_num_batched_tokens: Annotated[int, Ge(1)] = 512
+    max_num_batched_tokens: Annotated[int, Ge(1), Le(1 << 20)] = 512
     """Tokens of one step: the chunk of a long prompt."""
-    max_num_waiting: Annotated[int, Ge(1)] = 1024
+    max_num_waiting: Annotated[int, Ge(1), Le(1 << 20)] = 1024
     """Bound of the queue."""

@@ -39,6 +39,14 @@ def test_defaults_are_valid_and_serve_the_packaged_model_on_loopback() -> None:
         ("proxy.host=1", "proxy.host: state it once, as `host`"),
         ("transfer.transport=memory", "transfer.transport: state it once, as `transport`"),
         ("prefiller.replicas=-1", "prefiller.replicas: -1 is not allowed: at least 0"),
+        (
+            "prefiller.num_threads=9999999",
+            "prefiller.num_threads: 9999999 is not allowed: at most 1024",
+        ),
+        (
+            "decoder.max_num_seqs=9999999",
+            "decoder.max_num_seqs: 9999999 is not allowed: at most 65536",
+        ),
         ("decoder.replicas=two", 'decoder.replicas: "two" is not allowed: a whole number'),
         ("decoder.replicas=true", "decoder.replicas: true is not allowed: a whole number"),
         ("http_port=99999", "http_port: 99999 is not allowed: at most 65535"),
