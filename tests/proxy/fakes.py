@@ -52,6 +52,8 @@ class Behavior:
     fail_code: "worker_pb2.FailureCode.ValueType" = worker_pb2.FAILURE_INTERNAL
     num_failures: int = 10**9
     """How many times fail_at applies."""
+    error_at: int = -1
+    """Output index at which the request itself cannot go on, as a grammar may."""
     repeat_tokens: bool = False
     """Send the last token again with each new one."""
 
@@ -327,6 +329,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         index = len(token_ids) - work.num_prompt_tokens
         token = self.behavior.token(token_ids, work.num_prompt_tokens, sampling)
         is_first = len(token_ids) == len(work.token_ids)
+        if index == self.behavior.error_at:
+            return worker_pb2.TokenOutput(
+                key=_proto(key), error="grammar: fault", finish_reason=worker_pb2.FINISH_STOP
+            )
         token_ids.append(token)
         finish = worker_pb2.FINISH_NONE
         if token in sampling.stop_token_ids or (

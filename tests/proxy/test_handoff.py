@@ -279,3 +279,22 @@ async def test_a_stream_of_many_failures_is_still_exact(
                 choices = [c for e in events for c in e["choices"] if c["index"] == index]
                 assert "".join(c["text"] for c in choices) == undisturbed(tokenizer)
         await proxy.until_idle()
+
+
+async def test_a_grammar_that_fails_at_a_worker_ends_its_request_alone(
+    stand: StandFactory,
+) -> None:
+    async with stand() as proxy:
+        body = {"model": MODEL, "prompt": "Hello", "max_tokens": 8}
+        for index in (0, 3):
+            for worker in proxy.workers:
+                worker.behavior.error_at = index
+            reply = await proxy.http.post("/v1/completions", json=body)
+            assert reply.status_code == 400
+            assert reply.json()["error"]["message"] == "grammar: fault"
+            stream = await proxy.http.post("/v1/completions", json={**body, "stream": True})
+            assert stream.status_code == (400 if index == 0 else 200)
+            assert "grammar: fault" in stream.text
+            assert "[DONE]" not in stream.text
+            await proxy.until_idle()
+        assert len(proxy.decoders[0].works) == 4  # never tried again
