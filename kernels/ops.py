@@ -75,6 +75,17 @@ class Ops(Protocol):
         """
         ...
 
+    def linear_int8(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Linear:
+        """Pack y = (x W^T) * scale + b; activations stay as they are.
+
+        weight: [out, in] int8; scale: [out] float32; bias: [out].
+        """
+        ...
+
+    def grouped_linear_int8(self, weight: Tensor, scale: Tensor) -> GroupedLinear:
+        """The same per group. weight: [groups, out, in] int8; scale: [groups, out] float32."""
+        ...
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the last dim. x: [T, H] or [T, heads, D]."""
         ...

@@ -1,6 +1,6 @@
 """The specification of every op in plain PyTorch: obviously right, on any device, not fast."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -24,18 +24,37 @@ class ReferenceLinear:
         return self._weight[row_ids.long()]
 
 
-class ReferenceGroupedLinear:
-    """y = x W[g]^T, a group at a time."""
+class ReferenceInt8Linear:
+    """y = (x W^T) * scale + b on an int8 weight."""
 
-    def __init__(self, weight: Tensor) -> None:
-        self.num_groups, self.out_features, self.in_features = weight.shape
+    def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
+        self.out_features, self.in_features = weight.shape
         self._weight = weight
+        self._scale = scale
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [T, in_features] -> [T, out_features]."""
+        out = functional.linear(x, self._weight.to(x.dtype)) * self._scale
+        return out if self._bias is None else out + self._bias
+
+    def rows(self, row_ids: Tensor) -> Tensor:
+        """row_ids: [T] -> [T, in_features]: rows of W, scaled."""
+        return self._weight[row_ids.long()] * self._scale[row_ids.long(), None]
+
+
+class LinearPerGroup:
+    """y = x W[g]^T, a group with rows at a time. Implements `kernels.ops.GroupedLinear`."""
+
+    def __init__(self, linears: Sequence[Callable[[Tensor], Tensor]], shape: torch.Size) -> None:
+        self.num_groups, self.out_features, self.in_features = shape
+        self._linears = linears
 
     def __call__(self, x: Tensor, group_sizes: Tensor) -> Tensor:
         """x: [R, in_features], sorted by group -> [R, out_features]."""
         out = x.new_empty(x.shape[0], self.out_features)
         for group, rows in group_rows(group_sizes, self.num_groups, x.shape[0]):
-            out[rows] = functional.linear(x[rows], self._weight[group])
+            out[rows] = self._linears[group](x[rows])
         return out
 
 
@@ -66,9 +85,20 @@ class ReferenceOps:
         """Keep the weight as it is."""
         return ReferenceLinear(weight, bias)
 
-    def grouped_linear(self, weight: Tensor) -> ReferenceGroupedLinear:
+    def linear_int8(
+        self, weight: Tensor, scale: Tensor, bias: Tensor | None
+    ) -> ReferenceInt8Linear:
         """Keep the weight as it is."""
-        return ReferenceGroupedLinear(weight)
+        return ReferenceInt8Linear(weight, scale, bias)
+
+    def grouped_linear(self, weight: Tensor) -> LinearPerGroup:
+        """Keep the weight as it is."""
+        return LinearPerGroup([ReferenceLinear(group, None) for group in weight], weight.shape)
+
+    def grouped_linear_int8(self, weight: Tensor, scale: Tensor) -> LinearPerGroup:
+        """Keep the weight as it is."""
+        groups = zip(weight, scale, strict=True)
+        return LinearPerGroup([ReferenceInt8Linear(w, s, None) for w, s in groups], weight.shape)
 
     def moe_gating_topk_softmax(self, router_logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Softmax over all experts, in float32, then the top k."""

@@ -251,6 +251,44 @@ Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>
   return out;
 }
 
+void check_int8(const Tensor& t, const char* name, int64_t dim) {
+  TORCH_CHECK(t.device().is_cpu() && t.scalar_type() == at::kChar, name,
+              " must be int8 on the CPU, is ", t.scalar_type(), " on ", t.device());
+  TORCH_CHECK(t.dim() == dim && t.is_contiguous(), name, " must be contiguous with ", dim, " dims");
+}
+
+Tensor pack_weight_int8(const Tensor& weight) {
+  check_int8(weight, "weight", 2);
+  const int64_t cols = pdserve::panel_cols(), panels = (weight.size(0) + cols - 1) / cols;
+  Tensor packed = at::empty({panels, weight.size(1), cols}, weight.options());
+  pdserve::pack_weight_int8(weight.const_data_ptr<int8_t>(), weight.size(0), weight.size(1),
+                            packed.mutable_data_ptr<int8_t>());
+  return packed;
+}
+
+Tensor linear_int8(const Tensor& x, const Tensor& packed, const Tensor& scale,
+                   const std::optional<Tensor>& bias, int64_t out_features) {
+  check_float(x, "x", 2);
+  check_int8(packed, "packed", 3);
+  check_size(packed.size(2), pdserve::panel_cols(), "panel width");
+  const int64_t padded_features = packed.size(0) * packed.size(2);
+  TORCH_CHECK(out_features >= 0 && out_features <= padded_features, "out_features ", out_features,
+              " of ", packed.size(0), " panels");
+  check_size(x.size(1), packed.size(1), "width of x");
+  check_contiguous(scale, "scale", 1);
+  check_size(scale.numel(), padded_features, "length of the padded scale");
+  if (bias) {
+    check_contiguous(*bias, "bias", 1);
+    check_size(bias->numel(), padded_features, "length of the padded bias");
+  }
+  Tensor out = at::empty({x.size(0), out_features}, x.options());
+  pdserve::linear_int8({x.const_data_ptr<float>(), x.stride(0), x.size(0), x.size(1), out_features,
+                        packed.const_data_ptr<int8_t>(), scale.const_data_ptr<float>(),
+                        bias ? bias->const_data_ptr<float>() : nullptr,
+                        out.mutable_data_ptr<float>()});
+  return out;
+}
+
 }  // namespace
 
 TORCH_LIBRARY(pdserve_cpu, m) {
@@ -267,6 +305,10 @@ TORCH_LIBRARY(pdserve_cpu, m) {
   m.def("pack_weight(Tensor weight) -> Tensor");
   m.def("packed_rows(Tensor packed, Tensor row_ids, int out_features) -> Tensor");
   m.def("linear(Tensor x, Tensor packed, Tensor? bias, int out_features) -> Tensor");
+  m.def("pack_weight_int8(Tensor weight) -> Tensor");
+  m.def(
+      "linear_int8(Tensor x, Tensor packed, Tensor scale, Tensor? bias, int out_features) -> "
+      "Tensor");
 }
 
 TORCH_LIBRARY_IMPL(pdserve_cpu, CPU, m) {
@@ -279,4 +321,6 @@ TORCH_LIBRARY_IMPL(pdserve_cpu, CPU, m) {
   m.impl("pack_weight", pack_weight);
   m.impl("packed_rows", packed_rows);
   m.impl("linear", linear);
+  m.impl("pack_weight_int8", pack_weight_int8);
+  m.impl("linear_int8", linear_int8);
 }

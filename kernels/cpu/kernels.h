@@ -71,4 +71,19 @@ struct LinearArgs {
 
 void linear(const LinearArgs& args);
 
+// The same with int8 panels.
+void pack_weight_int8(const int8_t* weight, int64_t out_features, int64_t in_features,
+                      int8_t* packed);
+
+struct Int8LinearArgs {
+  const float* x;  // [rows, in_features]
+  int64_t ld_x, rows, in_features, out_features;
+  const int8_t* packed;
+  const float* scale;  // per output, padded with zeros to whole panels
+  const float* bias;   // or null; padded likewise
+  float* out;          // [rows, out_features], contiguous
+};
+
+void linear_int8(const Int8LinearArgs& args);
+
 }  // namespace pdserve

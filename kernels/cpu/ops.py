@@ -5,9 +5,10 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from kernels.cpu.build import build
-from kernels.reference import ReferenceOps, group_rows
+from kernels.reference import LinearPerGroup, ReferenceOps
 
 
 class CpuLinear:
@@ -35,20 +36,30 @@ class CpuLinear:
         return result
 
 
-class CpuGroupedLinear:
-    """A packed weight per group; rows of a group go through it together."""
+class CpuInt8Linear:
+    """An int8 weight packed into panels, with a scale per output."""
 
-    def __init__(self, weight: Tensor) -> None:
-        self.num_groups, self.out_features, self.in_features = weight.shape
-        self._linears = [CpuLinear(group, None) for group in weight]
+    def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._packed = torch.ops.pdserve_cpu.pack_weight_int8(weight)
+        padding = (0, self._packed.shape[0] * self._packed.shape[2] - self.out_features)
+        self._scale = functional.pad(scale, padding)
+        self._bias = None if bias is None else functional.pad(bias, padding)
 
-    def __call__(self, x: Tensor, group_sizes: Tensor) -> Tensor:
-        """x: [R, in_features] float32, sorted by group; a row is the same in any batch."""
-        parts = [
-            self._linears[group](x[rows])
-            for group, rows in group_rows(group_sizes, self.num_groups, x.shape[0])
-        ]
-        return torch.cat(parts) if parts else x.new_empty(0, self.out_features)
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [T, in_features] float32 -> [T, out_features]; a row is the same in any batch."""
+        result: Tensor = torch.ops.pdserve_cpu.linear_int8(
+            x, self._packed, self._scale, self._bias, self.out_features
+        )
+        return result
+
+    def rows(self, row_ids: Tensor) -> Tensor:
+        """row_ids: [T] -> [T, in_features]: rows of W, scaled."""
+        ids = row_ids.long()
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.out_features:
+            raise IndexError(f"a row id is not in [0, {self.out_features})")
+        cols = self._packed.shape[2]
+        return self._packed[ids // cols, :, ids % cols] * self._scale[ids, None]
 
 
 class CpuOps:
@@ -60,9 +71,18 @@ class CpuOps:
         """Pack; the caller drops its own copy."""
         return CpuLinear(weight, bias)
 
-    def grouped_linear(self, weight: Tensor) -> CpuGroupedLinear:
+    def linear_int8(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> CpuInt8Linear:
+        """Pack; the caller drops its own copy."""
+        return CpuInt8Linear(weight, scale, bias)
+
+    def grouped_linear(self, weight: Tensor) -> LinearPerGroup:
         """Pack every group; the caller drops its own copy."""
-        return CpuGroupedLinear(weight)
+        return LinearPerGroup([CpuLinear(group, None) for group in weight], weight.shape)
+
+    def grouped_linear_int8(self, weight: Tensor, scale: Tensor) -> LinearPerGroup:
+        """Pack every group; the caller drops its own copy."""
+        groups = zip(weight, scale, strict=True)
+        return LinearPerGroup([CpuInt8Linear(w, s, None) for w, s in groups], weight.shape)
 
     def moe_gating_topk_softmax(self, router_logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """See `Ops.moe_gating_topk_softmax`; torch is fast enough for so few numbers."""
@@ -143,6 +163,11 @@ def _register_fakes() -> None:
     def fake_packed_rows(packed: Tensor, row_ids: Tensor, out_features: int) -> Tensor:
         return packed.new_empty((row_ids.shape[0], packed.shape[1]))
 
+    def fake_linear_int8(
+        x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, out_features: int
+    ) -> Tensor:
+        return x.new_empty((x.shape[0], out_features))
+
     def fake_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return x.new_empty(x.shape)
 
@@ -163,6 +188,7 @@ def _register_fakes() -> None:
 
     fakes: dict[str, Callable[..., Tensor]] = {
         "linear": fake_linear,
+        "linear_int8": fake_linear_int8,
         "packed_rows": fake_packed_rows,
         "rms_norm": fake_rms_norm,
         "add_rms_norm": fake_add_rms_norm,
