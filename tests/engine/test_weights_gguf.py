@@ -269,19 +269,20 @@ def test_an_unknown_tensor_is_named(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def intact(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
     tiny_gguf(path)
-    return path.read_bytes()
+    return path
 
 
 @settings(max_examples=60, deadline=None)
 @given(keep=st.floats(0, 1, exclude_max=True))
 def test_a_file_cut_anywhere_is_an_error_of_ours(
-    intact: bytes, tmp_path_factory: pytest.TempPathFactory, keep: float
+    intact: Path, tmp_path_factory: pytest.TempPathFactory, keep: float
 ) -> None:
     path = tmp_path_factory.mktemp("cut") / "cut.gguf"
-    path.write_bytes(intact[: int(len(intact) * keep)])
+    whole = intact.read_bytes()
+    path.write_bytes(whole[: int(len(whole) * keep)])
     with pytest.raises(WeightsError):
         load(path, select_ops("reference"))
 
@@ -289,10 +290,11 @@ def test_a_file_cut_anywhere_is_an_error_of_ours(
 @settings(max_examples=200, deadline=None)
 @given(position=st.integers(0, 1500), value=st.integers(0, 255))
 def test_a_damaged_header_is_an_error_of_ours_or_harmless(
-    intact: bytes, tmp_path_factory: pytest.TempPathFactory, position: int, value: int
+    intact: Path, tmp_path_factory: pytest.TempPathFactory, position: int, value: int
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "damaged.gguf"
-    path.write_bytes(intact[:position] + bytes([value]) + intact[position + 1 :])
+    whole = intact.read_bytes()
+    path.write_bytes(whole[:position] + bytes([value]) + whole[position + 1 :])
     try:
         read_gguf(path)
     except WeightsError:
