@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.layers.layer import WeightedLayer
+from engine.layers.quantization import Quantization
 from kernels.ops import Linear, Ops
 
 
@@ -62,8 +63,8 @@ class LMHead(WeightedLayer):
         if self._tied is None:
             yield f"{self._name}.weight", self._weight
 
-    def pack(self) -> None:
-        """Hand the weight to the backend and drop the plain one."""
+    def pack(self, quantization: Quantization | None) -> None:
+        """Hand the weight to the backend and drop the plain one; the vocabulary stays in float."""
         assert self._weight is not None, "the weights are packed already"
         self._linear = self._ops.linear(self._weight, None)
         self._weight = None

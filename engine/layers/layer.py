@@ -4,6 +4,8 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
+from engine.layers.quantization import Quantization
+
 
 class WeightedLayer(nn.Module):
     """A leaf with weights: filled in place by the loader, then packed once.
@@ -15,8 +17,11 @@ class WeightedLayer(nn.Module):
         """Names as in Hugging Face checkpoints, relative to the parent, and the tensors to fill."""
         raise NotImplementedError
 
-    def pack(self) -> None:
-        """Bring the weights, all of them filled, into the form that the backend computes with."""
+    def pack(self, quantization: Quantization | None) -> None:
+        """Bring the weights, all of them filled, into the form that the backend computes with.
+
+        A layer that does not lose by it follows `quantization`.
+        """
 
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -30,8 +35,8 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def pack_weights(model: nn.Module) -> None:
+def pack_weights(model: nn.Module, quantization: Quantization | None = None) -> None:
     """Pack every layer of `model`, one at a time, so that only one layer exists in both forms."""
     for layer in model.modules():
         if isinstance(layer, WeightedLayer):
-            layer.pack()
+            layer.pack(quantization)

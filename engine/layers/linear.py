@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.layers.layer import WeightedLayer
+from engine.layers.quantization import Quantization, pack_linear
 from kernels.ops import Linear, Ops
 
 
@@ -15,13 +16,22 @@ class FusedLinear(WeightedLayer):
     `parts` maps each projection's name to its width: {"q_proj": 576, "k_proj": 192, ...}.
     """
 
-    def __init__(self, in_features: int, parts: Mapping[str, int], *, bias: bool, ops: Ops) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        parts: Mapping[str, int],
+        *,
+        bias: bool,
+        ops: Ops,
+        is_quantizable: bool = True,
+    ) -> None:
         super().__init__()
         out_features = sum(parts.values())
         self._ops = ops
         self._parts = dict(parts)
         self._weight: Tensor | None = torch.empty(out_features, in_features)
         self._bias: Tensor | None = torch.empty(out_features) if bias else None
+        self._is_quantizable = is_quantizable
         self._linear: Linear | None = None
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -34,10 +44,12 @@ class FusedLinear(WeightedLayer):
                 yield f"{name}.bias", self._bias[start : start + width]
             start += width
 
-    def pack(self) -> None:
+    def pack(self, quantization: Quantization | None) -> None:
         """Hand the weights to the backend and drop the plain ones."""
         assert self._weight is not None, "the weights are packed already"
-        self._linear = self._ops.linear(self._weight, self._bias)
+        if not self._is_quantizable:
+            quantization = None
+        self._linear = pack_linear(self._ops, self._weight, self._bias, quantization)
         self._weight = self._bias = None
 
     def forward(self, x: Tensor) -> Tensor:

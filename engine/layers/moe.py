@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from engine.config import MoEConfig
 from engine.layers.layer import WeightedLayer
 from engine.layers.linear import FusedLinear
+from engine.layers.quantization import Quantization, pack_grouped_linear
 from kernels.ops import GroupedLinear, Ops
 
 
@@ -37,13 +38,13 @@ class Experts(WeightedLayer):
             yield f"experts.{expert}.up_proj.weight", gate_up[expert, self._width :]
             yield f"experts.{expert}.down_proj.weight", down[expert]
 
-    def pack(self) -> None:
+    def pack(self, quantization: Quantization | None) -> None:
         """Hand the weights to the backend and drop the plain ones."""
         assert self._gate_up_weight is not None, "the weights are packed already"
         assert self._down_weight is not None, "the weights are packed already"
-        self._gate_up = self._ops.grouped_linear(self._gate_up_weight)
+        self._gate_up = pack_grouped_linear(self._ops, self._gate_up_weight, quantization)
         self._gate_up_weight = None
-        self._down = self._ops.grouped_linear(self._down_weight)
+        self._down = pack_grouped_linear(self._ops, self._down_weight, quantization)
         self._down_weight = None
 
     def forward(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
@@ -71,7 +72,14 @@ class MoE(nn.Module):
         super().__init__()
         self._ops = ops
         self._config = config
-        self.gate = FusedLinear(hidden_size, {"gate": config.num_experts}, bias=False, ops=ops)
+        # NOTE: never quantised: another choice of experts costs more than the few bytes.
+        self.gate = FusedLinear(
+            hidden_size,
+            {"gate": config.num_experts},
+            bias=False,
+            ops=ops,
+            is_quantizable=False,
+        )
         self.experts = Experts(hidden_size, config, ops=ops)
 
     def forward(self, x: Tensor) -> Tensor:

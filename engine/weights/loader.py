@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from engine.config import ModelConfig
 from engine.errors import UnsupportedModel, WeightsError
 from engine.layers.layer import named_weights, pack_weights
+from engine.layers.quantization import Quantization
 from engine.models.config import parse_model_config
 from engine.weights.gguf import gguf_model_config, gguf_tensors
 from engine.weights.gguf_file import read_gguf
@@ -40,18 +41,23 @@ def load_model_config(path: Path) -> ModelConfig:
 
 
 def load_weights(
-    path: Path, model: nn.Module, progress: Progress | None = None, num_threads: int = 2
+    path: Path,
+    model: nn.Module,
+    progress: Progress | None = None,
+    num_threads: int = 2,
+    quantization: Quantization | None = None,
 ) -> None:
     """Fill every weight of `model` from `path` and pack it; once per model. Never unpickles.
 
-    `progress` is called in the caller's thread.
+    `progress` is called in the caller's thread. `quantization` takes effect while packing, layer by
+    layer; until then the plain weights are held.
 
     Raises: WeightsError: tensors are missing, unexpected or of another shape.
         UnsupportedModel: a format that is not built.
     """
     _fill(path, model, progress, num_threads)
     # NOTE: nothing refers to the plain weights any more, so each is freed as soon as it is packed.
-    pack_weights(model)
+    pack_weights(model, quantization)
 
 
 def _fill(path: Path, model: nn.Module, progress: Progress | None, num_threads: int) -> None:

@@ -134,5 +134,5 @@ def _load_model(
     def progress(done: int, total: int) -> None:
         report("loading weights", done / max(total, 1))
 
-    load_weights(Path(config.model_path), model, progress)
+    load_weights(Path(config.model_path), model, progress, quantization=config.quantization)
     return model

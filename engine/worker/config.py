@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict, dataclass, field
 
+from engine.layers.quantization import Quantization
 from kvtransfer.config import KVTransferConfig
 
 
@@ -44,6 +45,8 @@ class WorkerConfig:
     """Where the workers of a host find each other to lend idle cores; empty means never."""
     ops_backend: str = "auto"
     """auto, reference, cpu or npu."""
+    quantization: Quantization | None = None
+    """Of the weights, at load; None keeps them in float."""
     lease_s: float = 4.0
     """A request that its proxy does not renew for this long is aborted."""
     transfer: KVTransferConfig = field(default_factory=KVTransferConfig)

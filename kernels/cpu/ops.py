@@ -59,7 +59,8 @@ class CpuInt8Linear:
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.out_features:
             raise IndexError(f"a row id is not in [0, {self.out_features})")
         cols = self._packed.shape[2]
-        return self._packed[ids // cols, :, ids % cols] * self._scale[ids, None]
+        result: Tensor = self._packed[ids // cols, :, ids % cols] * self._scale[ids, None]
+        return result
 
 
 class CpuOps:
