@@ -100,14 +100,13 @@ class Service:
     def state(self) -> ProxyState:
         """What this proxy holds now."""
         sessions = self._sessions()
-        links = self.pool.links.values()
         roles = [s.hello.role for s in sessions if s.hello is not None and s.is_usable]
         return ProxyState(
             num_in_flight=self.admission.num_admitted,
             num_queued=self.admission.num_queued,
             num_pending_release=sum(session.num_pending_release for session in sessions),
-            num_stale_messages=sum(link.counters.num_stale_messages for link in links),
-            num_session_breaks=sum(link.counters.num_breaks for link in links),
+            num_stale_messages=self.pool.counters.num_stale_messages,
+            num_session_breaks=self.pool.counters.num_breaks,
             num_workers={name: roles.count(role) for role, name in _ROLE_NAMES.items()},
             stats=[s.stats for s in sessions if s.stats is not None and s.is_usable],
         )

@@ -37,7 +37,6 @@ class Link:
 
     entry: worker_pb2.WorkerEntry
     session: WorkerSession
-    counters: SessionCounters
     is_wanted: bool = True
     """Named by the membership; else it only finishes what it has."""
     task: asyncio.Task[None] | None = None
@@ -57,6 +56,8 @@ class WorkerPool:
     generation: int = -1
     has_controller: bool = False
     links: dict[Identity, Link] = field(default_factory=dict)
+    counters: SessionCounters = field(default_factory=SessionCounters)
+    """Of all sessions there ever were: a counter must not fall when a worker goes."""
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self) -> None:
@@ -162,11 +163,10 @@ class WorkerPool:
         del self.links[identity]
 
     def _dial(self, identity: Identity, entry: worker_pb2.WorkerEntry) -> Link:
-        counters = SessionCounters()
         session = WorkerSession(
-            entry.address, identity, self.config, counters, on_greeted=self._notify
+            entry.address, identity, self.config, self.counters, on_greeted=self._notify
         )
-        link = Link(entry, session, counters)
+        link = Link(entry, session)
         link.task = asyncio.create_task(self._maintain(identity, link))
         return link
 
@@ -191,7 +191,7 @@ class WorkerPool:
                 link.entry.address,
                 identity,
                 self.config,
-                link.counters,
+                self.counters,
                 on_greeted=self._notify,
             )
 

@@ -177,5 +177,16 @@ async def test_keys_without_a_release_are_reconciled(stand: StandFactory) -> Non
         await serve(proxy)
         assert proxy.server.service.state().num_pending_release > 0
         await proxy.until_idle()
-        link = proxy.server.service.pool.links[("decode-0", 1)]
-        assert link.counters.num_unreleased == 1
+        assert proxy.server.service.pool.counters.num_unreleased == 1
+
+
+async def test_broken_sessions_stay_counted_when_their_worker_is_gone(stand: StandFactory) -> None:
+    async with stand(num_decoders=2) as proxy:
+        service = proxy.server.service
+        await proxy.until(lambda: len(service.state().stats) >= 2)
+        before = service.state().num_session_breaks
+        await proxy.decoders[0].stop()
+        proxy.controller.workers.remove(proxy.decoders[0])
+        proxy.controller.publish()
+        await proxy.until(lambda: ("decode-0", 1) not in service.pool.links)
+        assert service.state().num_session_breaks == before + 1
