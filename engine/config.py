@@ -7,6 +7,9 @@ from annotated_types import Ge, Gt
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 
+Quantization = Literal["int8"]
+"""Of weights, at load. int8: symmetric, one scale per output, rounded to nearest (W8A16)."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeConfig:

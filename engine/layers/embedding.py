@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from engine.config import Quantization
 from engine.layers.layer import WeightedLayer
-from engine.layers.quantization import Quantization
 from kernels.ops import Linear, Ops
 
 

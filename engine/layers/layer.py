@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from engine.layers.quantization import Quantization
+from engine.config import Quantization
 
 
 class WeightedLayer(nn.Module):

@@ -5,8 +5,9 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from engine.config import Quantization
 from engine.layers.layer import WeightedLayer
-from engine.layers.quantization import Quantization, pack_linear
+from engine.layers.quantization import pack_linear
 from kernels.ops import Linear, Ops
 
 

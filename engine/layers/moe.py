@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from engine.config import MoEConfig
+from engine.config import MoEConfig, Quantization
 from engine.layers.layer import WeightedLayer
 from engine.layers.linear import FusedLinear
-from engine.layers.quantization import Quantization, pack_grouped_linear
+from engine.layers.quantization import pack_grouped_linear
 from kernels.ops import GroupedLinear, Ops
 
 

@@ -1,13 +1,9 @@
 """Weights in fewer bits: quantised when the plain ones are packed, activations stay as they are."""
 
-from typing import Literal
-
 from torch import Tensor
 
+from engine.config import Quantization
 from kernels.ops import GroupedLinear, Linear, Ops
-
-Quantization = Literal["int8"]
-"""int8: symmetric, one scale per output, rounded to nearest (W8A16)."""
 
 _INT8_MAX = 127
 

@@ -9,10 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from engine.config import ModelConfig
+from engine.config import ModelConfig, Quantization
 from engine.errors import UnsupportedModel, WeightsError
 from engine.layers.layer import named_weights, pack_weights
-from engine.layers.quantization import Quantization
 from engine.models.config import parse_model_config
 from engine.weights.gguf import gguf_model_config, gguf_tensors
 from engine.weights.gguf_file import read_gguf

@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict, dataclass, field
 
-from engine.layers.quantization import Quantization
+from engine.config import Quantization
 from kvtransfer.config import KVTransferConfig
 
 
