@@ -22,6 +22,7 @@ from proxy.tokenizer import Tokenizer, load_tokenizer
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 2048
+_SEND_BUFFER_BYTES = 128 * 1024
 
 
 class _HttpServer(uvicorn.Server):
@@ -118,6 +119,8 @@ def _listen(config: ProxyConfig) -> socket.socket:
     # kernel, with whatever we still had to send to it.
     timeout_ms = int(config.client_write_timeout_s * 1000)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
+    # Else the kernel would hold megabytes for every client that stopped reading.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
     listener.bind((config.host, config.http_port))
     listener.listen(_BACKLOG)
     listener.setblocking(False)
