@@ -24,15 +24,22 @@ class WeightedLayer(nn.Module):
         """
 
 
-def named_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Every tensor that a checkpoint of `model` must hold, by its name there."""
-    found: dict[str, Tensor] = {}
+def weights_by_layer(model: nn.Module) -> list[tuple[WeightedLayer, dict[str, Tensor]]]:
+    """Every layer, in order, with the tensors to fill, by their full names in checkpoints."""
+    found = []
     for path, layer in model.named_modules():
         if isinstance(layer, WeightedLayer):
             parent = path.rpartition(".")[0]
-            for name, tensor in layer.weights():
-                found[f"{parent}.{name}" if parent else name] = tensor
+            prefix = f"{parent}." if parent else ""
+            found.append((layer, {prefix + name: tensor for name, tensor in layer.weights()}))
     return found
+
+
+def named_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Every tensor that a checkpoint of `model` must hold, by its name there."""
+    return {
+        name: tensor for _, weights in weights_by_layer(model) for name, tensor in weights.items()
+    }
 
 
 def pack_weights(model: nn.Module, quantization: Quantization | None = None) -> None:

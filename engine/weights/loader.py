@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from engine.config import ModelConfig, Quantization
 from engine.errors import UnsupportedModel, WeightsError
-from engine.layers.layer import named_weights, pack_weights
+from engine.layers.layer import WeightedLayer, weights_by_layer
 from engine.models.config import parse_model_config
 from engine.weights.gguf import gguf_model_config, gguf_tensors
 from engine.weights.gguf_file import read_gguf
@@ -48,27 +48,61 @@ def load_weights(
 ) -> None:
     """Fill every weight of `model` from `path` and pack it; once per model. Never unpickles.
 
-    `progress` is called in the caller's thread. `quantization` takes effect while packing, layer by
-    layer; until then the plain weights are held.
+    `progress` is called in the caller's thread. A layer is packed, and quantised, as soon as it is
+    filled, so beyond the packed weights only `num_threads` layers exist at a time.
 
     Raises: WeightsError: tensors are missing, unexpected or of another shape.
         UnsupportedModel: a format that is not built.
     """
-    _fill(path, model, progress, num_threads)
-    # NOTE: nothing refers to the plain weights any more, so each is freed as soon as it is packed.
-    pack_weights(model, quantization)
-
-
-def _fill(path: Path, model: nn.Module, progress: Progress | None, num_threads: int) -> None:
-    targets = named_weights(model)
     with _open(path) as sources:
-        by_name = {source.name: source for source in sources}
-        if "lm_head.weight" not in targets:  # tied: some checkpoints hold the shared weight twice
-            by_name.pop("lm_head.weight", None)
-        for name in [name for name in by_name if name.endswith(_IGNORED_SUFFIXES)]:
-            del by_name[name]
-        _check(path, targets, by_name)
-        _copy(targets, list(by_name.values()), progress, num_threads)
+        jobs = _match(path, model, sources, quantization)
+        _run(jobs, progress, num_threads)
+
+
+class _LayerJob:
+    """Fills one layer and packs it. A layer without weights of its own shares another's."""
+
+    def __init__(
+        self,
+        layer: WeightedLayer,
+        targets: dict[str, Tensor],
+        sources: list[SourceTensor],
+        quantization: Quantization | None,
+    ) -> None:
+        self.size = sum(target.numel() for target in targets.values())
+        self._layer = layer
+        self._targets = targets
+        self._sources = sources
+        self._quantization = quantization
+
+    def run(self) -> int:
+        """Return how many numbers were loaded."""
+        for source in self._sources:
+            # NOTE: memory of a tensor is not committed before it is written, and nothing but the
+            # layer refers to it once it was popped here, so that packing frees it.
+            self._targets.pop(source.name).copy_(source.read())
+        self._layer.pack(self._quantization)
+        return self.size
+
+
+def _match(
+    path: Path,
+    model: nn.Module,
+    sources: list[SourceTensor],
+    quantization: Quantization | None,
+) -> list[_LayerJob]:
+    by_name = {source.name: source for source in sources}
+    layers = weights_by_layer(model)
+    targets = {name: tensor for _, weights in layers for name, tensor in weights.items()}
+    if "lm_head.weight" not in targets:  # tied: some checkpoints hold the shared weight twice
+        by_name.pop("lm_head.weight", None)
+    for name in [name for name in by_name if name.endswith(_IGNORED_SUFFIXES)]:
+        del by_name[name]
+    _check(path, targets, by_name)
+    return [
+        _LayerJob(layer, weights, [by_name[name] for name in weights], quantization)
+        for layer, weights in layers
+    ]
 
 
 @contextmanager
@@ -104,23 +138,14 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_MAX_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _copy(
-    targets: Mapping[str, Tensor],
-    sources: Sequence[SourceTensor],
-    progress: Progress | None,
-    num_threads: int,
-) -> None:
-    def copy(source: SourceTensor) -> int:
-        target = targets[source.name]
-        target.copy_(source.read())
-        return target.numel()
-
-    total = sum(target.numel() for target in targets.values())
+def _run(jobs: list[_LayerJob], progress: Progress | None, num_threads: int) -> None:
+    total = sum(job.size for job in jobs)
     done = 0
-    # Largest first, so that no thread is left alone with the embedding at the end.
-    order = sorted(sources, key=lambda source: -targets[source.name].numel())
+    # Largest first: no thread is left alone with the embedding at the end, and what is large is
+    # packed while little else is resident.
+    order = sorted((job for job in jobs if job.size), key=lambda job: -job.size)
     with ThreadPoolExecutor(num_threads, thread_name_prefix="weights") as pool:
-        futures = [pool.submit(copy, source) for source in order]
+        futures = [pool.submit(job.run) for job in order]
         try:
             for future in as_completed(futures):
                 done += future.result()
@@ -129,6 +154,9 @@ def _copy(
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise
+    for job in jobs:
+        if not job.size:  # it shares a weight that is there now
+            job.run()
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
