@@ -1,0 +1,86 @@
+"""Every model family gives transformers' tokens through a prefiller, a transfer and a decoder."""
+
+import asyncio
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from tests.engine.tiny import hf_logits, tiny_hf
+from tests.integration.service import Service
+
+pytestmark = pytest.mark.multiprocess
+
+_NUM_TOKENS = 32
+_TIE = 1e-3  # logits closer than this may swap
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+_FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {}),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 32}),
+    "qwen3-moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, {"head_dim": 16, **_EXPERTS}),
+}
+
+
+def _write(folder: Path, tokenizer_folder: Path, family: str) -> Any:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tokenizer_folder / name, folder / name)
+    vocab_size = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
+    model_class, config_class, options = _FAMILIES[family]
+    hf = tiny_hf(
+        model_class,
+        config_class,
+        vocab_size=vocab_size,
+        max_position_embeddings=1024,
+        eos_token_id=0,
+        **options,
+    )
+    hf.save_pretrained(folder)
+    return hf
+
+
+def _assert_greedy(hf: Any, prompt: list[int], output: list[int]) -> None:
+    logits = hf_logits(hf, prompt + output)[len(prompt) - 1 : -1]
+    chosen = logits[torch.arange(len(output)), torch.tensor(output)]
+    assert (logits.amax(dim=-1) - chosen).max() < _TIE
+
+
+@pytest.mark.parametrize("family", _FAMILIES)
+async def test_disaggregated_tokens_are_those_of_transformers(
+    family: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    hf = _write(tmp_path, tiny_model, family)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [
+        torch.randint(3, hf.config.vocab_size, (length,), generator=generator).tolist()
+        for length in (33, 64, 65, 200, 330)
+    ]
+    with Service(tmp_path, worker={"transfer": {"transport": "memory"}}) as service:
+
+        def generate(prompt: list[int]) -> list[int]:
+            return service.generate(prompt, max_tokens=_NUM_TOKENS, ignore_eos=True)
+
+        async def together() -> list[list[int]]:
+            return await asyncio.gather(*(asyncio.to_thread(generate, p) for p in prompts))
+
+        outputs = await together()
+        (prefiller,) = service.of_role("prefiller")
+        assert sum(peer.num_transfers for peer in prefiller.stats().transfers) == len(prompts)
+        assert await together() == outputs, "a warm prefix cache changed tokens"
+        service.assert_idle()
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert len(output) == _NUM_TOKENS
+        _assert_greedy(hf, prompt, output)
