@@ -358,7 +358,7 @@ def test_ends_without_a_common_transport_say_what_each_has() -> None:
 def test_auto_falls_back_to_mooncake_where_memory_cannot_be_opened(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with pair(transport="auto") as (writer, reader):
+    with pair(transport="auto", auto_order=("memory", "mooncake")) as (writer, reader):
         assert writer.sender.transport_names == ["memory", "mooncake"]
         reader.memory.nonce = bytes(32)
         assert writer.send(K, reader.expect(K, [1]), [1]).ok
