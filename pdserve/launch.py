@@ -27,7 +27,7 @@ from pdserve.display import StartProgress, print_banner, start_progress
 from pdserve.errors import ServiceLost, StartFailed
 from pdserve.models import resolve_model
 from pdserve.proxy_process import Ports, ProxyProcess
-from pdserve.ray_runtime import NAMESPACE, ControllerHandle, cluster_ray, local_ray
+from pdserve.ray_runtime import NAMESPACE, ControllerHandle, cluster_ray, local_ray, note_processes
 from pdserve.readiness import Wait, wait_for_http, wait_for_workers
 from pdserve.state import ServiceState, StateFolder, Status
 
@@ -231,17 +231,23 @@ class _Supervisor:
         self.folder.write(state)
         return state
 
+    def _note_processes(self) -> None:
+        if self._config.is_local:
+            note_processes(self.folder.path)
+
     def _supervise(self, started: "_Started") -> None:
         """Until asked to stop: keep the proxy alive. Ray keeps the controller alive.
 
         Raises: ServiceLost: Ray is gone, or nobody has heard of the controller for long.
         """
         heard_s = asked_s = time.monotonic()
+        self._note_processes()
         while not self.stopping.wait(_SUPERVISE_S):
             started.proxy.supervise()
             now_s = time.monotonic()
             if now_s - asked_s >= _CONTROLLER_CHECK_S:
                 asked_s = now_s
+                self._note_processes()
                 try:
                     started.client.status()
                 except ControllerError as error:

@@ -51,7 +51,9 @@ def descendants(root: int) -> list[ProcessId]:
 
 def write_note(path: Path, processes: Iterable[ProcessId]) -> None:
     """Note processes for whoever has to clean up after us."""
-    path.write_text(json.dumps([[process.pid, process.start_ticks] for process in processes]))
+    fresh = path.with_suffix(".new")
+    fresh.write_text(json.dumps([[process.pid, process.start_ticks] for process in processes]))
+    fresh.replace(path)
 
 
 def kill_noted(path: Path) -> None:

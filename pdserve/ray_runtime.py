@@ -47,11 +47,20 @@ def local_ray(num_cpus: int, object_store_bytes: int, state_folder: Path) -> Ite
             _node_ip_address="127.0.0.1",
             _temp_dir=str(folder),
         ):
-            write_note(state_folder / "ray_processes", descendants(os.getpid()))
+            note_processes(state_folder)
             yield
     finally:
         _keep_logs(folder, state_folder / "logs")
         remove_leftovers(state_folder)
+
+
+def note_processes(state_folder: Path) -> None:
+    """Note what runs below us now, for the next start to end if we are killed.
+
+    NOTE: workers see the death of Ray only by becoming children of process 1, which a subreaper
+    (a container's init, a user session) prevents.
+    """
+    write_note(state_folder / "ray_processes", descendants(os.getpid()))
 
 
 @contextmanager
