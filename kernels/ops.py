@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kernels.cpu.build import BuildError
 from kernels.cpu.ops import load
+from kernels.gating import Gating
 from kernels.reference import ReferenceOps
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,17 @@ class Ops(Protocol):
         """
         ...
 
+    def moe_gating_topk(
+        self, router_logits: Tensor, gating: Gating, correction_bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The experts of each token by `gating`, the best choice first.
+
+        router_logits: [T, num_experts]; correction_bias: [num_experts] float32, added to the scores
+        for the choice alone, not in the weights. -> topk_weights [T, k] float32; topk_ids [T, k]
+        int64. Shaped like npu_moe_gating_top_k.
+        """
+        ...
+
     def linear_int8(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Linear:
         """Pack y = (x W^T) * scale + b; activations stay as they are.
 
@@ -134,6 +146,84 @@ class Ops(Protocol):
         including this step's. Query i of a sequence with q_len queries sees keys
         [0, context_len - q_len + i]. Decode rows are q_len 1; prefill chunks and decode rows may be
         mixed. Returns [T, Hq, D].
+        """
+        ...
+
+    def interleave_rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate pairs of neighbours (x0, x1), (x2, x3), ..., as DeepSeek lays them out.
+
+        x: [T, H, P], a view with strides is fine; cos, sin: [T, P/2] float32. -> [T, H, P]
+        contiguous, first of all pairs before second of all pairs, as npu_interleave_rope leaves it.
+        """
+        ...
+
+    def kv_rmsnorm_rope(
+        self,
+        kv: Tensor,
+        weight: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        latent_cache: Tensor,
+        rope_cache: Tensor,
+        slot_mapping: Tensor,
+        eps: float,
+    ) -> None:
+        """Write MLA's cache: the normalised latent and the rotated rope part of each token.
+
+        kv: [T, R + P], rows may be strided; weight: [R], of the norm; cos, sin: [T, P/2] float32,
+        rotated as in `interleave_rope`; latent_cache: [num_blocks, 1, block_size, R]; rope_cache:
+        [num_blocks, 1, block_size, P]; slot_mapping: [T] int32 as in `rotary_kv_write`. Shaped like
+        npu_kv_rmsnorm_rope_cache.
+        """
+        ...
+
+    def head_matmul(self, x: Tensor, weight: Tensor) -> Tensor:
+        """A matrix per head: x [T, H, A], weight [H, A, B] -> [T, H, B], any strides.
+
+        npu_transpose_batchmatmul with perm_x1 and perm_y (1, 0, 2).
+        """
+        ...
+
+    def mla_paged_attention(
+        self,
+        q_latent: Tensor,
+        q_rope: Tensor,
+        latent_cache: Tensor,
+        rope_cache: Tensor,
+        block_table: Tensor,
+        cu_seqlens_q: Tensor,
+        context_lens: Tensor,
+        scale: float,
+        max_seqlen_q: int,
+    ) -> Tensor:
+        """Causal MLA in absorbed form: softmax(scale (q_latent c + q_rope r)) c. For few queries.
+
+        q_latent: [T, H, R], the query times the key's up-projection; q_rope: [T, H, P], rotated;
+        caches as in `kv_rmsnorm_rope`; the rest as in `paged_attention`. Returns [T, H, R], still
+        to be multiplied with the value's up-projection.
+        """
+        ...
+
+    def mla_prefill_attention(
+        self,
+        q_nope: Tensor,
+        q_rope: Tensor,
+        w_uk: Tensor,
+        w_uv: Tensor,
+        latent_cache: Tensor,
+        rope_cache: Tensor,
+        block_table: Tensor,
+        cu_seqlens_q: Tensor,
+        context_lens: Tensor,
+        scale: float,
+        max_seqlen_q: int,
+    ) -> Tensor:
+        """The same maths in expanded form, for many queries: fewer operations per score.
+
+        Keys [w_uk c | r] and values w_uv^T c of every sequence's whole context (prefix and chunk)
+        are expanded from the cached latents; never all scores at once. q_nope: [T, H, Dn]; q_rope:
+        [T, H, P], rotated; w_uk: [H, Dn, R]; w_uv: [H, R, Dv]; the rest as in
+        `mla_paged_attention`. Returns [T, H, Dv].
         """
         ...
 

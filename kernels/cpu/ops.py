@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels import mla
 from kernels.cpu.build import build
+from kernels.gating import Gating, gating_topk
 from kernels.reference import LinearPerGroup, ReferenceOps
 
 
@@ -89,6 +91,12 @@ class CpuOps:
         """See `Ops.moe_gating_topk_softmax`; torch is fast enough for so few numbers."""
         return ReferenceOps().moe_gating_topk_softmax(router_logits, k)
 
+    def moe_gating_topk(
+        self, router_logits: Tensor, gating: Gating, correction_bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """See `Ops.moe_gating_topk`."""
+        return gating_topk(router_logits, gating, correction_bias)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `Ops.rms_norm`."""
         result: Tensor = torch.ops.pdserve_cpu.rms_norm(x, weight, eps)
@@ -134,6 +142,80 @@ class CpuOps:
             q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, scale
         )
         return result
+
+    def interleave_rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """See `Ops.interleave_rope`."""
+        return mla.interleave_rope(x, cos, sin)
+
+    def kv_rmsnorm_rope(
+        self,
+        kv: Tensor,
+        weight: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        latent_cache: Tensor,
+        rope_cache: Tensor,
+        slot_mapping: Tensor,
+        eps: float,
+    ) -> None:
+        """See `Ops.kv_rmsnorm_rope`."""
+        mla.kv_rmsnorm_rope(kv, weight, cos, sin, latent_cache, rope_cache, slot_mapping, eps)
+
+    def head_matmul(self, x: Tensor, weight: Tensor) -> Tensor:
+        """See `Ops.head_matmul`."""
+        return mla.head_matmul(x, weight)
+
+    def mla_paged_attention(
+        self,
+        q_latent: Tensor,
+        q_rope: Tensor,
+        latent_cache: Tensor,
+        rope_cache: Tensor,
+        block_table: Tensor,
+        cu_seqlens_q: Tensor,
+        context_lens: Tensor,
+        scale: float,
+        max_seqlen_q: int,
+    ) -> Tensor:
+        """See `Ops.mla_paged_attention`."""
+        return mla.paged_attention(
+            q_latent,
+            q_rope,
+            latent_cache,
+            rope_cache,
+            block_table,
+            cu_seqlens_q,
+            context_lens,
+            scale,
+        )
+
+    def mla_prefill_attention(
+        self,
+        q_nope: Tensor,
+        q_rope: Tensor,
+        w_uk: Tensor,
+        w_uv: Tensor,
+        latent_cache: Tensor,
+        rope_cache: Tensor,
+        block_table: Tensor,
+        cu_seqlens_q: Tensor,
+        context_lens: Tensor,
+        scale: float,
+        max_seqlen_q: int,
+    ) -> Tensor:
+        """See `Ops.mla_prefill_attention`."""
+        return mla.prefill_attention(
+            q_nope,
+            q_rope,
+            w_uk,
+            w_uv,
+            latent_cache,
+            rope_cache,
+            block_table,
+            cu_seqlens_q,
+            context_lens,
+            scale,
+        )
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """See `Ops.silu_mul`."""

@@ -89,3 +89,80 @@ def make_batch(
         context_lens=torch.tensor([context for _, context in sequences], dtype=torch.int32),
         scale=head_dim**-0.5,
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PagedMLABatch:
+    """Arguments of the MLA attention ops."""
+
+    q_nope: Tensor
+    q_rope: Tensor
+    w_uk: Tensor
+    w_uv: Tensor
+    latent_cache: Tensor
+    rope_cache: Tensor
+    block_table: Tensor
+    cu_seqlens_q: Tensor
+    context_lens: Tensor
+    scale: float
+    tokens: list[tuple[Tensor, Tensor]]
+    """Latents and ropes of each sequence, as they are in the cache."""
+
+    def paging(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, float, int]:
+        return (
+            self.latent_cache,
+            self.rope_cache,
+            self.block_table,
+            self.cu_seqlens_q,
+            self.context_lens,
+            self.scale,
+            int(self.cu_seqlens_q.diff().max()),
+        )
+
+
+def make_mla_batch(
+    sequences: Sequence[tuple[int, int]],
+    *,
+    num_heads: int,
+    rank: int,
+    rope: int,
+    nope: int,
+    v_dim: int,
+    block_size: int,
+) -> PagedMLABatch:
+    """sequences: (queries, context length) of each."""
+    latents = make_batch(
+        sequences, num_heads=1, num_kv_heads=1, head_dim=rank, block_size=block_size
+    )
+    ropes = make_batch(sequences, num_heads=1, num_kv_heads=1, head_dim=rope, block_size=block_size)
+    rope_cache = torch.full((*latents.k_cache.shape[:3], rope), torch.nan)
+    tokens = []
+    for seq, (_, context) in enumerate(sequences):
+        count = -(-context // block_size)
+        theirs, ours = (
+            ropes.block_table[seq, :count].long(),
+            latents.block_table[seq, :count].long(),
+        )
+        rope_cache[ours] = ropes.k_cache[theirs]
+        tokens.append(
+            (
+                latents.k_cache[ours].flatten(0, 2)[:context],
+                rope_cache[ours].flatten(0, 2)[:context],
+            )
+        )
+    generator = torch.Generator().manual_seed(7)
+    rows = int(latents.cu_seqlens_q[-1])
+    q = torch.randn(rows, num_heads, nope + rope, generator=generator)
+    return PagedMLABatch(
+        q_nope=q[..., :nope],
+        q_rope=q[..., nope:],
+        w_uk=torch.randn(num_heads, nope, rank, generator=generator) / rank**0.5,
+        w_uv=torch.randn(num_heads, rank, v_dim, generator=generator) / rank**0.5,
+        latent_cache=latents.k_cache,
+        rope_cache=rope_cache,
+        block_table=latents.block_table,
+        cu_seqlens_q=latents.cu_seqlens_q,
+        context_lens=latents.context_lens,
+        scale=(nope + rope) ** -0.5,
+        tokens=tokens,
+    )
