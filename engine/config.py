@@ -7,8 +7,11 @@ from annotated_types import Ge, Gt
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 
-Quantization = Literal["int8"]
-"""Of weights, at load. int8: symmetric, one scale per output, rounded to nearest (W8A16)."""
+Quantization = Literal["none", "int8"]
+"""Of weights, at load; none keeps them in float.
+
+int8: symmetric, one scale per output, rounded to nearest; activations stay as they are (W8A16).
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

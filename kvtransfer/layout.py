@@ -44,6 +44,8 @@ class KVLayout:
     """MLA latent width; 0 for plain attention."""
     rope_dim: int = 0
     """MLA rope width; 0 for plain attention."""
+    weights: str = "none"
+    """Quantisation of the weights that compute the KV: others give other KV."""
 
     @property
     def parts(self) -> tuple[KVPart, KVPart]:
@@ -102,4 +104,5 @@ class KVLayout:
             total_num_kv_heads=message.total_num_kv_heads,
             kv_lora_rank=message.kv_lora_rank,
             rope_dim=message.rope_dim,
+            weights=message.weights,
         )

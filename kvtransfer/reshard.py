@@ -41,6 +41,7 @@ def find_mismatch(source: KVLayout, target: KVLayout) -> str:
     """Why KV of one cannot become KV of the other; empty if it can."""
     for name, ours, theirs in (
         ("dtype", source.dtype, target.dtype),
+        ("weights", source.weights, target.weights),
         ("num_layers", source.num_layers, target.num_layers),
         ("head_dim", source.head_dim, target.head_dim),
         ("kv_lora_rank", source.kv_lora_rank, target.kv_lora_rank),

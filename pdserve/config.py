@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le, Len
 
 from decoder.config import DecoderConfig
+from engine.config import Quantization
 from engine.worker.config import WorkerConfig
 from kvtransfer.config import KVTransferConfig
 from pdserve.errors import ConfigError
@@ -79,6 +80,8 @@ class ServiceConfig:
     """Context limit in tokens; None takes the model's."""
     ops: Literal["auto", "reference", "cpu", "npu"] = "auto"
     """Backend of the device operations."""
+    quantization: Quantization = "none"
+    """How weights are held: none keeps them in float, int8 rounds them at load."""
     transport: Literal["auto", "memory", "mooncake"] = "auto"
     """How KV travels from prefiller to decoder."""
     lease_s: Annotated[float, Gt(0)] = 4.0
@@ -173,6 +176,7 @@ def worker_configs(
             "num_threads": role.num_threads or 1,
             "cores_folder": cores_folder,
             "ops_backend": config.ops,
+            "quantization": config.quantization,
             "lease_s": config.lease_s,
             "transfer": config.transfer,
         }

@@ -177,7 +177,7 @@ class PrefillLoop:
             request = request_from_proto(
                 message.key,
                 message.work,
-                model_name=self._hello.model,
+                kv_identity=f"{self._hello.model}/{self._hello.layout.weights}",
                 vocab_size=self._hello.vocab_size,
             )
             self._scheduler.add(request)

@@ -303,6 +303,7 @@ class KVLayout(_message.Message):
     TOTAL_NUM_KV_HEADS_FIELD_NUMBER: _builtins.int
     KV_LORA_RANK_FIELD_NUMBER: _builtins.int
     ROPE_DIM_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
     dtype: _builtins.str
     """float32, bfloat16, float16, int8"""
     num_layers: _builtins.int
@@ -318,6 +319,8 @@ class KVLayout(_message.Message):
     """MLA; else 0"""
     rope_dim: _builtins.int
     """MLA; else 0"""
+    weights: _builtins.str
+    """quantisation of the weights: none, int8, ..."""
     def __init__(
         self,
         *,
@@ -331,10 +334,11 @@ class KVLayout(_message.Message):
         total_num_kv_heads: _builtins.int = ...,
         kv_lora_rank: _builtins.int = ...,
         rope_dim: _builtins.int = ...,
+        weights: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "head_dim", b"head_dim", "kv_lora_rank", b"kv_lora_rank", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "rope_dim", b"rope_dim", "total_num_kv_heads", b"total_num_kv_heads", "tp_rank", b"tp_rank", "tp_size", b"tp_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "head_dim", b"head_dim", "kv_lora_rank", b"kv_lora_rank", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "rope_dim", b"rope_dim", "total_num_kv_heads", b"total_num_kv_heads", "tp_rank", b"tp_rank", "tp_size", b"tp_size", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

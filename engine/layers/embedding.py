@@ -63,7 +63,7 @@ class LMHead(WeightedLayer):
         if self._tied is None:
             yield f"{self._name}.weight", self._weight
 
-    def pack(self, quantization: Quantization | None) -> None:
+    def pack(self, quantization: Quantization) -> None:
         """Hand the weight to the backend and drop the plain one; the vocabulary stays in float."""
         assert self._weight is not None, "the weights are packed already"
         self._linear = self._ops.linear(self._weight, None)

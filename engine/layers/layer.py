@@ -17,7 +17,7 @@ class WeightedLayer(nn.Module):
         """Names as in Hugging Face checkpoints, relative to the parent, and the tensors to fill."""
         raise NotImplementedError
 
-    def pack(self, quantization: Quantization | None) -> None:
+    def pack(self, quantization: Quantization) -> None:
         """Bring the weights, all of them filled, into the form that the backend computes with.
 
         A layer that does not lose by it follows `quantization`.
@@ -42,7 +42,7 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def pack_weights(model: nn.Module, quantization: Quantization | None = None) -> None:
+def pack_weights(model: nn.Module, quantization: Quantization = "none") -> None:
     """Pack every layer of `model`, one at a time, so that only one layer exists in both forms."""
     for layer in model.modules():
         if isinstance(layer, WeightedLayer):

@@ -45,11 +45,11 @@ class FusedLinear(WeightedLayer):
                 yield f"{name}.bias", self._bias[start : start + width]
             start += width
 
-    def pack(self, quantization: Quantization | None) -> None:
+    def pack(self, quantization: Quantization) -> None:
         """Hand the weights to the backend and drop the plain ones."""
         assert self._weight is not None, "the weights are packed already"
         if not self._is_quantizable:
-            quantization = None
+            quantization = "none"
         self._linear = pack_linear(self._ops, self._weight, self._bias, quantization)
         self._weight = self._bias = None
 

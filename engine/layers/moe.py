@@ -38,7 +38,7 @@ class Experts(WeightedLayer):
             yield f"experts.{expert}.up_proj.weight", gate_up[expert, self._width :]
             yield f"experts.{expert}.down_proj.weight", down[expert]
 
-    def pack(self, quantization: Quantization | None) -> None:
+    def pack(self, quantization: Quantization) -> None:
         """Hand the weights to the backend and drop the plain ones."""
         assert self._gate_up_weight is not None, "the weights are packed already"
         assert self._down_weight is not None, "the weights are packed already"

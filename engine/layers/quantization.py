@@ -17,18 +17,16 @@ def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pack_linear(
-    ops: Ops, weight: Tensor, bias: Tensor | None, quantization: Quantization | None
+    ops: Ops, weight: Tensor, bias: Tensor | None, quantization: Quantization
 ) -> Linear:
     """weight: [out, in], as float; see `Ops.linear`."""
-    if quantization is None:
+    if quantization == "none":
         return ops.linear(weight, bias)
     return ops.linear_int8(*quantize_int8(weight), bias)
 
 
-def pack_grouped_linear(
-    ops: Ops, weight: Tensor, quantization: Quantization | None
-) -> GroupedLinear:
+def pack_grouped_linear(ops: Ops, weight: Tensor, quantization: Quantization) -> GroupedLinear:
     """weight: [groups, out, in], as float; see `Ops.grouped_linear`."""
-    if quantization is None:
+    if quantization == "none":
         return ops.grouped_linear(weight)
     return ops.grouped_linear_int8(*quantize_int8(weight))

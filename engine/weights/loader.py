@@ -44,7 +44,7 @@ def load_weights(
     model: nn.Module,
     progress: Progress | None = None,
     num_threads: int = 2,
-    quantization: Quantization | None = None,
+    quantization: Quantization = "none",
 ) -> None:
     """Fill every weight of `model` from `path` and pack it; once per model. Never unpickles.
 
@@ -67,7 +67,7 @@ class _LayerJob:
         layer: WeightedLayer,
         targets: dict[str, Tensor],
         sources: list[SourceTensor],
-        quantization: Quantization | None,
+        quantization: Quantization,
     ) -> None:
         self.size = sum(target.numel() for target in targets.values())
         self._layer = layer
@@ -89,7 +89,7 @@ def _match(
     path: Path,
     model: nn.Module,
     sources: list[SourceTensor],
-    quantization: Quantization | None,
+    quantization: Quantization,
 ) -> list[_LayerJob]:
     by_name = {source.name: source for source in sources}
     layers = weights_by_layer(model)

@@ -122,6 +122,7 @@ def _layout(config: WorkerConfig, model_config: ModelConfig) -> KVLayout:
         head_dim=model_config.head_dim,
         block_size=config.block_size,
         total_num_kv_heads=model_config.num_kv_heads,
+        weights=config.quantization,
     )
 
 

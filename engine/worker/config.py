@@ -45,8 +45,8 @@ class WorkerConfig:
     """Where the workers of a host find each other to lend idle cores; empty means never."""
     ops_backend: str = "auto"
     """auto, reference, cpu or npu."""
-    quantization: Quantization | None = None
-    """Of the weights, at load; None keeps them in float."""
+    quantization: Quantization = "none"
+    """Of the weights, at load. Peers must agree: their KV would differ."""
     lease_s: float = 4.0
     """A request that its proxy does not renew for this long is aborted."""
     transfer: KVTransferConfig = field(default_factory=KVTransferConfig)

@@ -49,9 +49,11 @@ def sampling_from_proto(sampling: worker_pb2.SamplingParams) -> SamplingParams:
 
 
 def request_from_proto(
-    key: worker_pb2.RequestKey, work: worker_pb2.Work, *, model_name: str, vocab_size: int
+    key: worker_pb2.RequestKey, work: worker_pb2.Work, *, kv_identity: str, vocab_size: int
 ) -> Request:
     """A new request for this worker; its clock starts now.
+
+    `kv_identity`: model and quantisation, whatever makes the same tokens' KV differ.
 
     Raises: ValueError: no tokens, or a token id outside the vocabulary.
     """
@@ -69,7 +71,7 @@ def request_from_proto(
         sampling=sampling_from_proto(work.sampling),
         deadline_s=now_s + work.deadline_ms / 1000 if work.deadline_ms else float("inf"),
         priority=work.priority,
-        cache_salt=f"{model_name}/{work.cache_salt}",
+        cache_salt=f"{kv_identity}/{work.cache_salt}",
         arrival_s=now_s,
     )
 
@@ -107,15 +109,4 @@ def output_to_proto(
 
 def layout_to_proto(layout: KVLayout) -> worker_pb2.KVLayout:
     """The layout as peers compare it."""
-    return worker_pb2.KVLayout(
-        dtype=layout.dtype,
-        num_layers=layout.num_layers,
-        num_kv_heads=layout.num_kv_heads,
-        head_dim=layout.head_dim,
-        block_size=layout.block_size,
-        tp_rank=layout.tp_rank,
-        tp_size=layout.tp_size,
-        total_num_kv_heads=layout.total_num_kv_heads,
-        kv_lora_rank=layout.kv_lora_rank,
-        rope_dim=layout.rope_dim,
-    )
+    return layout.to_proto()

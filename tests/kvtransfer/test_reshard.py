@@ -136,7 +136,14 @@ def test_too_few_blocks_for_the_tokens_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("dtype", "int8"), ("num_layers", 3), ("head_dim", 8), ("rope_dim", 4)]
+    ("field", "value"),
+    [
+        ("dtype", "int8"),
+        ("num_layers", 3),
+        ("head_dim", 8),
+        ("rope_dim", 4),
+        ("weights", "int8"),
+    ],
 )
 def test_layouts_of_different_models_are_refused(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=field):

@@ -174,11 +174,14 @@ def test_a_file_that_is_no_mapping_is_refused_with_its_name(tmp_path: Path, text
 
 
 def test_what_is_stated_once_reaches_every_process() -> None:
-    config = resolve(load("transport=mooncake", "block_size=16", "served_model_name=m"), 2)
+    config = resolve(
+        load("transport=mooncake", "block_size=16", "served_model_name=m", "quantization=int8"), 2
+    )
     prefiller, decoder = worker_configs(config, model_path="/m", token="t")
     for worker in (prefiller, decoder):
         assert worker.transfer.transport == "mooncake"
         assert (worker.block_size, worker.model_name, worker.cluster_token) == (16, "m", "t")
+        assert worker.quantization == "int8"
     assert decoder.max_num_batched_tokens == 128
     proxy = proxy_config(config, model_path="/m", controller_address="a:1", token="t")
     assert (proxy.served_model_names, proxy.cluster_token) == (("m",), "t")
