@@ -6,7 +6,9 @@ PYTEST_ARGS ?= -m "not slow and not npu and not gpu"
 ARGS ?=
 PROTOS := protos/inference.proto protos/worker.proto
 
-.PHONY: serve install test check bench protos format clean
+NPU_VENV ?= .venv-npu
+
+.PHONY: serve install test test-npu check bench protos format clean
 
 serve: $(STAMPS)/runtime
 	$(BIN)/pdserve up $(ARGS)
@@ -16,6 +18,11 @@ install: $(STAMPS)/runtime $(STAMPS)/dev
 # Test processes and the workers they start share few cores: waiting OpenMP threads must sleep, not spin.
 test: install
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest $(PYTEST_ARGS) $(ARGS)
+
+# The Ascend path on the real torch_npu wheel; no NPU needed. See docs/npu.md.
+test-npu: $(NPU_VENV)/stamp
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 LD_LIBRARY_PATH=$(abspath $(NPU_VENV))/stand-ins OMP_WAIT_POLICY=PASSIVE \
+	  $(NPU_VENV)/bin/python -m pytest tests/npu --confcutdir=tests/npu -p no:logging -m "not npu and not slow" $(ARGS)
 
 check: install
 	$(BIN)/ruff format --check .
@@ -37,7 +44,7 @@ format: install
 	$(BIN)/ruff format -q .
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(NPU_VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 $(BIN)/python:
 	@deploy/system_packages.sh
@@ -55,3 +62,13 @@ $(STAMPS)/runtime: requirements.lock pyproject.toml | $(BIN)/python
 $(STAMPS)/dev: requirements-dev.lock $(STAMPS)/runtime
 	$(BIN)/pip install -q --disable-pip-version-check -r requirements.lock -r requirements-dev.lock
 	@mkdir -p $(STAMPS) && touch $@
+
+# It borrows everything but torch_npu from the environment of `make test`, torch included.
+$(NPU_VENV)/stamp: requirements-npu.lock tests/npu/stand_ins.py $(STAMPS)/dev
+	rm -rf $(NPU_VENV)
+	python3 -m venv $(NPU_VENV)
+	echo "$(abspath $(VENV))/lib/$$(cd $(VENV)/lib && ls -d python3*)/site-packages" \
+	  > $$(echo $(NPU_VENV)/lib/python3*/site-packages)/pdserve-test.pth
+	$(NPU_VENV)/bin/pip install -q --disable-pip-version-check --no-deps -r requirements-npu.lock
+	$(NPU_VENV)/bin/python tests/npu/stand_ins.py $(NPU_VENV)/stand-ins
+	touch $@

@@ -1,0 +1,51 @@
+"""The torch_npu wheel and its TorchAir where there is no NPU; import this before anything of them.
+
+Needs stand_ins.py's libraries on LD_LIBRARY_PATH and TORCH_DEVICE_BACKEND_AUTOLOAD=0.
+"""
+
+import sys
+import warnings
+from types import ModuleType
+from typing import Any
+
+import torch
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # the wheel's own, at import
+    import torch_npu  # registers torch.ops.npu
+    import torch_npu.dynamo.torchair as torchair
+
+
+HAS_NPU = bool(torch_npu.npu.is_available())
+
+
+def _loaded(ending: str) -> ModuleType:
+    return next(module for name, module in list(sys.modules.items()) if name.endswith(ending))
+
+
+def stop_before_graph_engine(captured: list[bytes]) -> None:
+    """Let graphs that TorchAir would hand to the Graph Engine land in `captured` instead.
+
+    The Graph Engine is the one part that needs CANN. The graphs are serialised ModelDef messages.
+    """
+    converter = _loaded("torchair._ge_concrete_graph.fx2ge_converter")
+    converter.initialize_graph_engine = lambda *args, **kwargs: None
+
+    class Sink(ModuleType):
+        export = staticmethod(lambda graph, options: captured.append(graph))
+
+    converter._torchair = Sink("_torchair")
+    _loaded("torchair.core._backend")._cached_device_id = 0
+    torch_npu.npu.get_device_name = lambda *args: "Ascend910B1"
+    torch_npu.npu.current_device = lambda: 0
+    torch_npu.npu.device_count = lambda: 16
+
+
+def parse_graph(serialized: bytes) -> Any:
+    """The GraphDef message in a serialised ModelDef."""
+    messages = _loaded("torchair._ge_concrete_graph.ge_ir_pb2")
+    (graph,) = messages.ModelDef.FromString(serialized).graph
+    return graph
+
+
+__all__ = ["HAS_NPU", "parse_graph", "stop_before_graph_engine", "torch", "torch_npu", "torchair"]
