@@ -3,12 +3,14 @@
 import argparse
 import asyncio
 import logging
+import sys
 from pathlib import Path
 
 import uvloop
 
 from proxy.config import ProxyConfig
 from proxy.server import serve
+from proxy.tokenizer import load_tokenizer
 
 
 def main() -> None:
@@ -23,8 +25,12 @@ def main() -> None:
         format="%(asctime)s proxy %(levelname)s %(name)s: %(message)s",
     )
     config = ProxyConfig.from_json(arguments.config.read_text())
+    try:
+        tokenizer = load_tokenizer(Path(config.model_path))
+    except (ValueError, OSError) as error:
+        sys.exit(f"the tokenizer cannot be loaded: {error}")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(config, arguments.ports_file))
+        runner.run(serve(config, tokenizer, arguments.ports_file))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from proxy.config import ProxyConfig
 from proxy.http_protocol import BoundedHttpProtocol
 from proxy.rpc import RpcServer
 from proxy.service import Service
-from proxy.tokenizer import Tokenizer, load_tokenizer
+from proxy.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -95,9 +95,12 @@ class ProxyServer:
         partial.replace(path)
 
 
-async def serve(config: ProxyConfig, ports_file: Path | None) -> None:
-    """Run a proxy until SIGTERM or SIGINT."""
-    server = ProxyServer(config, load_tokenizer(Path(config.model_path)))
+async def serve(config: ProxyConfig, tokenizer: Tokenizer, ports_file: Path | None) -> None:
+    """Run a proxy until SIGTERM or SIGINT.
+
+    Raises: OSError: a port is taken; names it.
+    """
+    server = ProxyServer(config, tokenizer)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stop)
@@ -121,7 +124,12 @@ def _listen(config: ProxyConfig) -> socket.socket:
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
     # Else the kernel would hold megabytes for every client that stopped reading.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
-    listener.bind((config.host, config.http_port))
+    try:
+        listener.bind((config.host, config.http_port))
+    except OSError as error:
+        listener.close()
+        address = f"{config.host}:{config.http_port}"
+        raise OSError(f"cannot bind {address} for HTTP: {error.strerror}") from error
     listener.listen(_BACKLOG)
     listener.setblocking(False)
     return listener

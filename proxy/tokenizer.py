@@ -2,16 +2,18 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import tokenizers
+from jinja2 import TemplateError
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
+from protos.gguf_header import Value, read_header
 from proxy.chat_template import ChatTemplate
 from proxy.errors import Unsupported
-from proxy.gguf_metadata import Value, read_metadata
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -95,27 +97,48 @@ class Tokenizer:
 def load_tokenizer(path: Path) -> Tokenizer:
     """Load from a .gguf file or a Hugging Face folder.
 
-    Raises: ValueError: when the files are damaged or of an unknown kind; FileNotFoundError.
+    Raises: ValueError: when a file is damaged or of an unknown kind; names it. OSError.
     """
-    return _load_gguf(path) if path.suffix == ".gguf" else _load_folder(path)
+    if path.suffix == ".gguf":
+        with _named(path):
+            return _load_gguf(path)
+    with _named(path / "tokenizer.json"):
+        return _load_folder(path)
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Say of which file it was that something in it is not as it should be."""
+    try:
+        yield
+    except (ValueError, TypeError, LookupError, AttributeError, TemplateError) as error:
+        if str(path.parent) in str(error):  # somebody knew better
+            raise
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path} is damaged or not supported: {reason}") from error
 
 
 def _load_folder(folder: Path) -> Tokenizer:
-    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    raw = json.loads((folder / "tokenizer.json").read_text())
-    settings = _read_json(folder / "tokenizer_config.json")
+    raw = _read_json(folder / "tokenizer.json")
+    backend = _backend(folder / "tokenizer.json")
+    settings = _optional_json(folder / "tokenizer_config.json")
     specials = {
         name: token["content"] if isinstance(token, dict) else token
         for name in _SPECIAL_NAMES
         if (token := settings.get(name)) is not None
     }
     source = settings.get("chat_template")
-    if isinstance(source, list):
-        named = {entry["name"]: entry["template"] for entry in source}
-        source = named.get("default")
-    if (folder / "chat_template.jinja").exists():
-        source = (folder / "chat_template.jinja").read_text()
-    model_config = _read_json(folder / "config.json")
+    template_path = folder / "chat_template.jinja"
+    if template_path.exists():
+        source = template_path.read_text(encoding="utf-8")
+    else:
+        template_path = folder / "tokenizer_config.json"
+    with _named(template_path):
+        if isinstance(source, list):
+            named = {entry["name"]: entry["template"] for entry in source}
+            source = named.get("default")
+        chat_template = ChatTemplate(source, specials) if source else None
+    model_config = _optional_json(folder / "config.json")
     text_config = model_config.get("text_config", model_config)
     decoder = json.dumps(raw.get("decoder"))
     is_byte_level = '"ByteLevel"' in decoder
@@ -126,19 +149,35 @@ def _load_folder(folder: Path) -> Tokenizer:
         special_ids=frozenset(
             entry["id"] for entry in raw.get("added_tokens", []) if entry["special"]
         ),
-        chat_template=ChatTemplate(source, specials) if source else None,
+        chat_template=chat_template,
         context_length=int(text_config.get("max_position_embeddings", 0)),
         strips_leading_space='"Strip"' in decoder or '"Metaspace"' in decoder,
     )
 
 
+def _backend(path: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"{path} is no tokenizer, or damaged: {error}") from error
+
+
 def _read_json(path: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON, or damaged: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no JSON object")
     return content
 
 
+def _optional_json(path: Path) -> dict[str, Any]:
+    return _read_json(path) if path.exists() else {}
+
+
 def _load_gguf(path: Path) -> Tokenizer:
-    metadata = read_metadata(path)
+    metadata = read_header(path).metadata
     tokens = _strings(metadata, "tokenizer.ggml.tokens")
     types = _numbers(metadata, "tokenizer.ggml.token_type") or [1] * len(tokens)
     kind = metadata.get("tokenizer.ggml.model")
@@ -182,9 +221,7 @@ def _byte_level_backend(
     vocab = {token: i for i, token in enumerate(tokens)}
     pre = metadata.get("tokenizer.ggml.pre", "default")
     ignore_merges = pre in ("llama-bpe", "llama3")
-    backend = tokenizers.Tokenizer(
-        models.BPE(vocab=vocab, merges=merges, ignore_merges=ignore_merges)
-    )
+    backend = tokenizers.Tokenizer(_bpe(vocab=vocab, merges=merges, ignore_merges=ignore_merges))
     splitter: pre_tokenizers.PreTokenizer
     if pre == "smollm":
         splitter = pre_tokenizers.Digits(individual_digits=True)
@@ -201,6 +238,13 @@ def _byte_level_backend(
     )
     backend.decoder = decoders.ByteLevel()
     return backend
+
+
+def _bpe(**options: Any) -> models.BPE:
+    try:
+        return models.BPE(**options)
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(str(error)) from error
 
 
 def _split_merge(merge: str) -> tuple[str, str]:
@@ -223,7 +267,7 @@ def _sentencepiece_backend(
     ranked.sort()
     unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
     backend = tokenizers.Tokenizer(
-        models.BPE(
+        _bpe(
             vocab=vocab,
             merges=[pair for *_, pair in ranked],
             unk_token=tokens[unknown] if isinstance(unknown, int) else None,

@@ -1,18 +1,18 @@
 """Tokenizers of GGUF files and folders, and chat templates."""
 
 import json
-import struct
+import re
 import time
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers
 
 from proxy.chat_template import ChatTemplate
 from proxy.errors import InvalidRequest, Unsupported
-from proxy.gguf_metadata import read_metadata
 from proxy.tokenizer import Tokenizer, load_tokenizer
 
 TEXTS = (
@@ -144,10 +144,63 @@ def test_templates_have_what_model_authors_use() -> None:
     assert text == '<s>[{"content": "<é>"}]20on'
 
 
-def test_damaged_gguf_files_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", '{"model": '),
+        ("tokenizer.json", "[]"),
+        ("tokenizer.json", '{"model": {"type": "Nonsense"}}'),
+        ("tokenizer_config.json", "{"),
+        ("tokenizer_config.json", '{"chat_template": "{% if %}"}'),
+        ("tokenizer_config.json", '{"chat_template": [{}]}'),
+        ("chat_template.jinja", "{{"),
+        ("config.json", '"text"'),
+    ],
+)
+def test_a_damaged_file_is_refused_with_its_name(
+    tokenizer: Tokenizer, tmp_path: Path, name: str, content: str
+) -> None:
+    tokenizer._backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=re.escape(str(tmp_path / name))):
+        load_tokenizer(tmp_path)
+
+
+def write_gguf(path: Path, **changes: Any) -> None:
+    writer = gguf.GGUFWriter(path, "llama")
+    values: dict[str, Any] = {
+        "model": "llama",
+        "tokens": ["<unk>", "a", "ab", "b"],
+        "scores": [0.0, 1.0, 2.0, 3.0],
+        "unknown_token_id": 0,
+    }
+    for name, value in (values | changes).items():
+        writer.add_key_value(f"tokenizer.ggml.{name}", value, kind_of(value), kind_of(value, 0))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+
+
+def kind_of(value: Any, *indices: int) -> gguf.GGUFValueType | None:
+    if indices:
+        return gguf.GGUFValueType.get_type(value[0]) if isinstance(value, list) else None
+    return gguf.GGUFValueType.get_type(value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": "bert"},
+        {"scores": [0.0]},
+        {"unknown_token_id": 99},
+        {"model": "gpt2", "pre": "unheard-of", "merges": ["a b"]},
+        {"model": "gpt2", "merges": ["a c"]},
+    ],
+)
+def test_gguf_metadata_that_makes_no_tokenizer_is_refused_with_the_files_name(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
     path = tmp_path / "model.gguf"
-    cut = b"GGUF" + struct.pack("<IQQ", 3, 0, 5) + struct.pack("<Q", 10**9) + b"key"
-    for data in (b"GARBAGE", cut, b"GGUF" + struct.pack("<IQQ", 9, 0, 0)):
-        path.write_bytes(data)
-        with pytest.raises(ValueError, match=str(path)):
-            read_metadata(path)
+    write_gguf(path, **changes)
+    with pytest.raises(ValueError, match=re.escape(str(path))):
+        load_tokenizer(path)
