@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
 
+from engine.architectures import Architecture
+
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 
 Quantization = Literal["none", "int8"]
@@ -62,8 +64,8 @@ class MoEConfig:
 class ModelConfig:
     """One model, as its config.json or its GGUF metadata describes it."""
 
-    architecture: str
-    """Class name, such as LlamaForCausalLM; a key of engine.models.MODELS."""
+    architecture: Architecture
+    """Class name."""
     vocab_size: Annotated[int, Ge(1)]
     """Rows of the embedding."""
     hidden_size: Annotated[int, Ge(1)]

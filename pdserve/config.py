@@ -6,6 +6,7 @@ pdserve.yaml, --set -> config_file.load_config -> ServiceConfig -> resolve -> Se
 """
 
 import ipaddress
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -40,6 +41,9 @@ DERIVED = {
 """Fields of the rooms that a user states elsewhere (where) or not at all (empty)."""
 
 _SERVICE_NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
+_HOST_LABEL = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)")
+_MAX_HOST_CHARS = 253
+_MAX_MODEL_NAME_CHARS = 256
 # Times travel as milliseconds in 32 bits, to workers and to the kernel.
 _MAX_DURATION_S = 7 * 24 * 3600.0
 
@@ -199,11 +203,29 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def is_host(text: str) -> bool:
+    """Whether `text` is an IP address, or could be the name of a host."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        labels = text.removesuffix(".").split(".")
+        return len(text) <= _MAX_HOST_CHARS and all(map(_HOST_LABEL.fullmatch, labels))
+    return True
+
+
 def _check_addresses(config: ServiceConfig) -> list[str]:
     problems = []
     if not _SERVICE_NAME.fullmatch(config.service):
         problems.append(
             f"service: {config.service} is not allowed: lower-case letters, digits and dashes"
+        )
+    if not is_host(config.host):
+        problems.append(f"host: {json.dumps(config.host)} is not allowed: an address or host name")
+    name = config.public_name
+    if not name.isprintable() or name != name.strip() or len(name) > _MAX_MODEL_NAME_CHARS:
+        problems.append(
+            f"served_model_name: {json.dumps(name)} is not allowed: at most "
+            f"{_MAX_MODEL_NAME_CHARS} printable characters, no space at either end"
         )
     if config.http_port == config.grpc_port != 0:
         problems.append(f"http_port and grpc_port are both {config.http_port}: they must differ")

@@ -3,6 +3,7 @@
 PdserveError
 ├── ConfigError        pdserve.yaml or --set; carries every problem found
 ├── ModelNotFound      `model` names nothing that can be loaded
+├── BadModel           its files are damaged, or of a kind that is not supported
 ├── ServiceExists      a service of that name already runs
 ├── ServiceNotRunning  nothing runs under that name
 ├── StartFailed        a port is taken, a worker or the proxy could not start
@@ -29,6 +30,10 @@ class ConfigError(PdserveError):
 
 class ModelNotFound(PdserveError):
     """The model cannot be found."""
+
+
+class BadModel(PdserveError):
+    """The model's files cannot be served."""
 
 
 class ServiceExists(PdserveError):

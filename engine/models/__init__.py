@@ -4,9 +4,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from engine.architectures import Architecture
 from engine.batch import KVBatch
 from engine.config import ModelConfig
-from engine.errors import UnsupportedModel
 from engine.layers.attention import OnLayer
 from engine.models.decoder import BuildLayer, DecoderForCausalLM
 from engine.models.llama import llama_layer
@@ -15,7 +15,7 @@ from engine.models.qwen3 import qwen3_layer
 from engine.models.qwen3_moe import qwen3_moe_layer
 from kernels.ops import Ops
 
-MODELS: dict[str, BuildLayer] = {
+MODELS: dict[Architecture, BuildLayer] = {
     "LlamaForCausalLM": llama_layer,
     "Qwen2ForCausalLM": qwen2_layer,
     "Qwen3ForCausalLM": qwen3_layer,
@@ -47,11 +47,5 @@ class CausalLM(Protocol):
 
 
 def build_model(config: ModelConfig, ops: Ops) -> DecoderForCausalLM:
-    """The model with uninitialised weights; see engine.weights.load_weights.
-
-    Raises: UnsupportedModel: the architecture is not built here.
-    """
-    if config.architecture not in MODELS:
-        supported = ", ".join(sorted(MODELS))
-        raise UnsupportedModel(f"architecture is {config.architecture}, supported: {supported}")
+    """The model with uninitialised weights; see engine.weights.load_weights."""
     return DecoderForCausalLM(config, ops, MODELS[config.architecture])

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, get_args
 
+from engine.architectures import ARCHITECTURES, Architecture
 from engine.config import ModelConfig, MoEConfig, RopeConfig, RopeType
 from engine.errors import UnsupportedModel, WeightsError
 
@@ -19,7 +20,8 @@ _HEAD_DIMS = {"Qwen3ForCausalLM": 128}
 def parse_model_config(config: Json, generation: Json | None = None) -> ModelConfig:
     """Read config.json and, if there is one, generation_config.json, whose EOS ids are added.
 
-    Raises: UnsupportedModel: an activation, rope type or quantisation that is not built.
+    Raises: UnsupportedModel: an architecture, activation, rope type or quantisation
+        that is not built.
         WeightsError: a field is missing or contradicts another.
     """
     generation = generation or {}
@@ -149,11 +151,15 @@ def _refuse_windows(config: Json) -> None:
         raise UnsupportedModel("use_sliding_window is true, supported: false (full attention)")
 
 
-def _architecture(config: Json) -> str:
+def _architecture(config: Json) -> Architecture:
     architectures = config.get("architectures") or []
     if len(architectures) != 1:
         raise WeightsError(f"config.json names {len(architectures)} architectures, needs one")
-    return str(architectures[0])
+    for architecture in ARCHITECTURES:
+        if architecture == architectures[0]:
+            return architecture
+    supported = ", ".join(sorted(ARCHITECTURES))
+    raise UnsupportedModel(f"architecture is {architectures[0]}, supported: {supported}")
 
 
 def _int(config: Json, key: str) -> int:

@@ -10,6 +10,7 @@ from gguf import quants
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
+from engine.architectures import GGUF_ARCHITECTURES
 from engine.config import ModelConfig, MoEConfig, RopeConfig, RopeType
 from engine.errors import UnsupportedModel, WeightsError
 from engine.models.config import SPARSE, yarn_attention_factor
@@ -18,12 +19,6 @@ from engine.weights.source import SourceTensor
 
 Floats = npt.NDArray[np.float32]
 
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3moe": "Qwen3MoeForCausalLM",
-}
 # Per architecture: projections whose rows llama.cpp's converter reorders, see `halves_from_pairs`.
 _INTERLEAVED = {"llama": ("attn_q", "attn_k")}
 _ROPE_TYPES: dict[str, RopeType] = {"none": "default", "linear": "linear", "yarn": "yarn"}
@@ -67,8 +62,8 @@ def gguf_model_config(file: GGUFFile) -> ModelConfig:
         WeightsError: a value is missing.
     """
     architecture = _text(file, "general.architecture")
-    if architecture not in ARCHITECTURES:
-        supported = ", ".join(sorted(ARCHITECTURES))
+    if architecture not in GGUF_ARCHITECTURES:
+        supported = ", ".join(sorted(GGUF_ARCHITECTURES))
         raise UnsupportedModel(
             f"general.architecture is {architecture!r} in {file.path}, supported: {supported}"
         )
@@ -85,7 +80,7 @@ def gguf_model_config(file: GGUFFile) -> ModelConfig:
         raise WeightsError(f"{file.path} has no tensor token_embd.weight")
     bos = file.metadata.get("tokenizer.ggml.bos_token_id")
     return ModelConfig(
-        architecture=ARCHITECTURES[architecture],
+        architecture=GGUF_ARCHITECTURES[architecture],
         vocab_size=shapes["token_embd.weight"][0],
         hidden_size=hidden_size,
         intermediate_size=int(number("feed_forward_length")),
@@ -202,7 +197,7 @@ def _hf_name(file: GGUFFile, stem: str) -> str:
 
 
 def _moe_config(file: GGUFFile, architecture: str) -> MoEConfig | None:
-    if ARCHITECTURES[architecture] not in SPARSE:
+    if GGUF_ARCHITECTURES[architecture] not in SPARSE:
         return None
     number = partial(_number, file, architecture)
     num_experts, k = int(number("expert_count")), int(number("expert_used_count"))

@@ -68,6 +68,12 @@ def test_defaults_are_valid_and_serve_the_packaged_model_on_loopback() -> None:
             "proxy.client_write_timeout_s: 10000000.0 is not allowed: at most 604800 s (7 days)",
         ),
         ("grpc_port=8000", "http_port and grpc_port are both 8000: they must differ"),
+        ("host=foo bar", 'host: "foo bar" is not allowed: an address or host name'),
+        ("host=http://a", 'host: "http://a" is not allowed: an address or host name'),
+        ("host=a..b", 'host: "a..b" is not allowed: an address or host name'),
+        ("host=[::1]", "host: "),
+        ('served_model_name="a\\nb"', 'served_model_name: "a\\nb" is not allowed: at most 256'),
+        ("served_model_name=' a'", 'served_model_name: " a" is not allowed: at most 256'),
         ("decoder.replicas", "--set decoder.replicas: expected key=value"),
     ],
 )
@@ -88,7 +94,8 @@ def test_every_problem_is_reported_at_once() -> None:
 def test_a_host_that_others_reach_needs_insecure() -> None:
     with pytest.raises(ConfigError, match="--insecure"):
         load("host=0.0.0.0")
-    assert load("host=0.0.0.0", "insecure=true").host == "0.0.0.0"
+    for host in ("0.0.0.0", "::", "node-1.cluster.local", "fe80::1%eth0"):
+        assert load(f'host="{host}"', "insecure=true").host == host
 
 
 def test_api_keys_open_other_hosts_and_a_broken_list_of_keys_is_refused(tmp_path: Path) -> None:

@@ -1,11 +1,43 @@
-"""From `model:` to files."""
+"""From `model:` to files that can be served, or to a refusal that says what is wrong with them."""
 
+import json
+import re
 from pathlib import Path
+from typing import Any
 
+import gguf
+import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from pdserve.errors import ModelNotFound
+from pdserve.errors import BadModel, ModelNotFound
 from pdserve.models import default_served_name, resolve_model
+
+CONFIG = {"architectures": ["LlamaForCausalLM"]}
+TOKENIZER = {"model": {"vocab": {"a": 0}}}
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The files of a model; its contents are the workers' business."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+    save_file({"w": torch.ones(100, 10)}, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def write_gguf(path: Path, architecture: str = "llama", tokens: tuple[str, ...] = ("a",)) -> Path:
+    writer = gguf.GGUFWriter(path, architecture)
+    if tokens:
+        writer.add_token_list(tokens)
+    writer.add_tensor("token_embd.weight", np.ones((64, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
 
 
 def test_the_packaged_model_is_found_without_importing_its_package() -> None:
@@ -14,21 +46,80 @@ def test_the_packaged_model_is_found_without_importing_its_package() -> None:
     assert path.read_bytes()[:4] == b"GGUF"
 
 
-def test_a_folder_and_a_gguf_file_are_taken_as_they_are(tmp_path: Path) -> None:
-    for name in ("config.json", "model.safetensors", "tokenizer.json", "x.gguf"):
-        (tmp_path / name).touch()
-    assert resolve_model(str(tmp_path)) == tmp_path
-    assert resolve_model(str(tmp_path / "x.gguf")) == tmp_path / "x.gguf"
-    assert default_served_name(str(tmp_path / "x.gguf")) == "x"
-    assert default_served_name(str(tmp_path)) == tmp_path.name
+def test_a_folder_and_a_gguf_file_are_taken_as_they_are(folder: Path) -> None:
+    path = write_gguf(folder / "x.gguf")
+    assert resolve_model(str(folder)) == folder
+    assert resolve_model(str(path)) == path
+    assert default_served_name(str(path)) == "x"
+    assert default_served_name(str(folder)) == folder.name
 
 
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "tokenizer.json"])
-def test_an_incomplete_folder_is_refused_with_what_it_lacks(tmp_path: Path, missing: str) -> None:
-    for name in {"config.json", "model.safetensors", "tokenizer.json"} - {missing}:
-        (tmp_path / name).touch()
-    with pytest.raises(ModelNotFound, match=missing.removeprefix("model")):
-        resolve_model(str(tmp_path))
+def test_an_incomplete_folder_is_refused_with_what_it_lacks(folder: Path, missing: str) -> None:
+    (folder / missing).unlink()
+    with pytest.raises(BadModel, match=f"{folder} has no .*{missing.removeprefix('model')}"):
+        resolve_model(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "config.json",
+            {"architectures": ["Mamba"]},
+            r"architectures is ..Mamba.., supported: .*Lla",
+        ),
+        ("config.json", {}, "architectures is null, supported: .*LlamaForCausalLM"),
+        ("config.json", {"architectures": [["x"]]}, "architectures is .*, supported: "),
+        ("config.json", '{"architectures": ["Lla', "is no JSON, or damaged: .*line 1"),
+        ("config.json", "[]", "holds no JSON object"),
+        ("config.json", b"\xff\xfe", "is no JSON, or damaged: "),
+        ("tokenizer.json", "", "is no JSON, or damaged: "),
+        ("tokenizer.json", "[" * 100_000, "is no JSON, or damaged: "),
+        ("tokenizer.json", {"model": {"vocab": {}}}, "model.vocab is missing or empty"),
+        ("tokenizer_config.json", "{", "is no JSON, or damaged: "),
+        ("generation_config.json", "3", "holds no JSON object"),
+        (INDEX, {"weight_map": {"w": "gone.safetensors"}}, "names gone.safetensors, which is not"),
+        (INDEX, {"weight_map": 3}, "weight_map is missing or empty"),
+        ("model.safetensors", b"\x10", "is damaged: it has 1 bytes"),
+        ("model.safetensors", b"<html>not found</html>", "wrong length of its header"),
+        ("model.safetensors", b"\x04" + bytes(7) + b"{}}}", "its header cannot be read"),
+    ],
+)
+def test_a_damaged_file_is_refused_with_its_name_and_what_is_wrong(
+    folder: Path, name: str, content: Any, message: str
+) -> None:
+    if isinstance(content, dict):
+        content = json.dumps(content)
+    (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(BadModel, match=f"{re.escape(str(folder / name))}.*{message}"):
+        resolve_model(str(folder))
+
+
+def test_weights_that_were_cut_off_are_refused_with_both_sizes(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    message = f"it has {len(whole) - 1} bytes, and should have {len(whole)} by its header"
+    with pytest.raises(BadModel, match=message):
+        resolve_model(str(folder))
+
+
+def test_a_gguf_file_that_was_cut_off_anywhere_is_refused(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "x.gguf")
+    whole = path.read_bytes()
+    for length in (0, 3, 20, 60, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(BadModel, match=f"{path} is no GGUF file, or damaged|it is empty"):
+            resolve_model(str(path))
+
+
+def test_a_gguf_file_of_another_architecture_or_without_tokens_is_refused(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "x.gguf", "mamba")
+    with pytest.raises(BadModel, match=r'general.architecture is "mamba", supported: llama, '):
+        resolve_model(str(path))
+    with pytest.raises(BadModel, match=r"tokenizer\.ggml.tokens is missing"):
+        resolve_model(str(write_gguf(tmp_path / "y.gguf", tokens=())))
 
 
 def test_a_name_that_is_nothing_is_refused_with_what_it_could_be(tmp_path: Path) -> None:

@@ -1,0 +1,21 @@
+"""What models can be run, by the names their files give them; without torch, for a launcher."""
+
+from typing import Literal, get_args
+
+Architecture = Literal[
+    "LlamaForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+]
+"""In config.json. engine.models.MODELS says how each is built."""
+
+ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
+
+GGUF_ARCHITECTURES: dict[str, Architecture] = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+}
+"""`general.architecture` of a GGUF file."""
