@@ -4,6 +4,7 @@
 operators.
 """
 
+import importlib
 import logging
 from typing import Protocol, runtime_checkable
 
@@ -60,6 +61,9 @@ class Ops(Protocol):
 
     name: str
 
+    num_spare_blocks: int
+    """Blocks of a cache past those that sequences get: what has no slot is written there."""
+
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """Pack weight [out, in] (and bias [out]) once; the result is called in every step."""
         ...
@@ -87,6 +91,24 @@ class Ops(Protocol):
         """
         ...
 
+    def moe_init_routing(
+        self, x: Tensor, topk_ids: Tensor, num_experts: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Copy each token once per expert of its own, sorted by expert.
+
+        x: [T, H]; topk_ids: [T, k], below num_experts. -> rows [T * k, H]; row_index [T * k], to be
+        given to moe_finalize_routing as it is; group_sizes [num_experts] int64, rows of each.
+        """
+        ...
+
+    def moe_finalize_routing(self, rows: Tensor, row_index: Tensor, topk_weights: Tensor) -> Tensor:
+        """Sum the rows of each token, weighted: the way back from moe_init_routing.
+
+        rows: [T * k, H]; topk_weights: [T, k] float32 -> [T, H]. A token gets the same bits in any
+        batch.
+        """
+        ...
+
     def linear_int8(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Linear:
         """Pack y = (x W^T) * scale + b; activations stay as they are.
 
@@ -108,6 +130,17 @@ class Ops(Protocol):
         """s = x + residual; return (rms_norm(s), s). Both [T, H]; either may be overwritten."""
         ...
 
+    def rotary_table(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """cos, sin: [P, D/2] float32, a row per position -> tables; ops that rotate take rows."""
+        ...
+
+    def slot_index(self, slot_mapping: Tensor, cache: Tensor) -> Tensor:
+        """What ops that write to caches shaped like `cache` take as slot_mapping; once a step.
+
+        slot_mapping: [T] int32, block_id * block_size + offset, -1 skips the write. -> T rows.
+        """
+        ...
+
     def rotary_kv_write(
         self,
         q: Tensor,
@@ -122,9 +155,9 @@ class Ops(Protocol):
         """Rotate q and k, write k and v to the paged cache, return rotated q.
 
         Half-split rotation, as Hugging Face's rotate_half. q: [T, Hq, D]; k, v: [T, Hkv, D] (views
-        with a row stride are fine); cos, sin: [T, D/2] float32; k_cache, v_cache: [num_blocks, Hkv,
-        block_size, D]; slot_mapping: [T] int32, block_id * block_size + offset, -1 skips the write.
-        Returns [T, Hq, D] contiguous.
+        with a row stride are fine); cos, sin: [T, ...], rows of rotary_table; k_cache, v_cache:
+        [num_blocks, Hkv, block_size, D]; slot_mapping: from slot_index. Returns
+        [T, Hq, D] contiguous.
         """
         ...
 
@@ -152,8 +185,9 @@ class Ops(Protocol):
     def interleave_rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate pairs of neighbours (x0, x1), (x2, x3), ..., as DeepSeek lays them out.
 
-        x: [T, H, P], a view with strides is fine; cos, sin: [T, P/2] float32. -> [T, H, P]
-        contiguous, first of all pairs before second of all pairs, as npu_interleave_rope leaves it.
+        x: [T, H, P], a view with strides is fine; cos, sin: [T, ...], rows of rotary_table. ->
+        [T, H, P] contiguous, first of all pairs before second of all pairs, as npu_interleave_rope
+        leaves it.
         """
         ...
 
@@ -170,9 +204,9 @@ class Ops(Protocol):
     ) -> None:
         """Write MLA's cache: the normalised latent and the rotated rope part of each token.
 
-        kv: [T, R + P], rows may be strided; weight: [R], of the norm; cos, sin: [T, P/2] float32,
-        rotated as in `interleave_rope`; latent_cache: [num_blocks, 1, block_size, R]; rope_cache:
-        [num_blocks, 1, block_size, P]; slot_mapping: [T] int32 as in `rotary_kv_write`. Shaped like
+        kv: [T, R + P], rows may be strided; weight: [R], of the norm; cos, sin: [T, ...] as in
+        `interleave_rope`, and rotated alike; latent_cache: [num_blocks, 1, block_size, R];
+        rope_cache: [num_blocks, 1, block_size, P]; slot_mapping: from slot_index. Shaped like
         npu_kv_rmsnorm_rope_cache.
         """
         ...
@@ -249,7 +283,7 @@ def select_ops(name: str) -> Ops:
     if name == "reference":
         return ReferenceOps()
     if name == "npu":
-        raise RuntimeError("kernels backend npu is not available yet")
+        return _load_npu()
     try:
         return load()
     except (BuildError, OSError) as error:
@@ -257,3 +291,13 @@ def select_ops(name: str) -> Ops:
             raise RuntimeError(f"kernels backend cpu cannot be loaded: {error}") from error
         logger.warning("kernels: using the slow PyTorch reference, because %s", error)
         return ReferenceOps()
+
+
+def _load_npu() -> Ops:
+    try:
+        # NOTE: imported here because torch_npu exists on Ascend hosts alone.
+        module = importlib.import_module("kernels.npu")
+    except (ImportError, OSError) as error:
+        raise RuntimeError(f"kernels backend npu cannot be loaded: {error}") from error
+    ops: Ops = module.load()
+    return ops

@@ -83,6 +83,7 @@ class ReferenceOps:
     """Implements `kernels.ops.Ops`."""
 
     name = "reference"
+    num_spare_blocks = 0
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> ReferenceLinear:
         """Keep the weight as it is."""
@@ -113,6 +114,31 @@ class ReferenceOps:
     ) -> tuple[Tensor, Tensor]:
         """See `Ops.moe_gating_topk`."""
         return gating_topk(router_logits, gating, correction_bias)
+
+    def moe_init_routing(
+        self, x: Tensor, topk_ids: Tensor, num_experts: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Ops.moe_init_routing`; row i comes from the row_index[i]-th choice of all."""
+        expert_ids, row_index = topk_ids.flatten().sort(stable=True)  # [T * k]
+        rows = x.index_select(0, row_index // topk_ids.shape[1])
+        return rows, row_index, torch.bincount(expert_ids, minlength=num_experts)
+
+    def moe_finalize_routing(self, rows: Tensor, row_index: Tensor, topk_weights: Tensor) -> Tensor:
+        """See `Ops.moe_finalize_routing`."""
+        num_tokens, k = topk_weights.shape
+        weighted = rows * topk_weights.flatten()[row_index, None]
+        # NOTE: adds a token's experts one by one, in ascending order, so that a token has the same
+        # bits in any batch.
+        total = weighted.new_zeros(num_tokens, rows.shape[1])
+        return total.index_add_(0, row_index // k, weighted)
+
+    def rotary_table(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """They themselves."""
+        return cos, sin
+
+    def slot_index(self, slot_mapping: Tensor, cache: Tensor) -> Tensor:
+        """slot_mapping."""
+        return slot_mapping
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight, in float32."""

@@ -51,14 +51,12 @@ class Experts(WeightedLayer):
         """x: [T, hidden_size]; topk_weights, topk_ids: [T, k] -> [T, hidden_size]."""
         assert self._gate_up is not None, "the weights are not loaded"
         assert self._down is not None, "the weights are not loaded"
-        expert_ids, order = topk_ids.flatten().sort(stable=True)  # [T * k]
-        token_ids = order // topk_ids.shape[1]
-        group_sizes = torch.bincount(expert_ids, minlength=self._down.num_groups)
-        hidden = self._ops.silu_mul(self._gate_up(x.index_select(0, token_ids), group_sizes))
-        out = self._down(hidden, group_sizes) * topk_weights.flatten()[order, None]
-        # NOTE: adds a token's experts one by one, in ascending order, so that a token has the same
-        # bits in any batch.
-        return torch.zeros_like(x).index_add_(0, token_ids, out)
+        rows, row_index, group_sizes = self._ops.moe_init_routing(
+            x, topk_ids, self._down.num_groups
+        )
+        hidden = self._ops.silu_mul(self._gate_up(rows, group_sizes))
+        out = self._down(hidden, group_sizes)
+        return self._ops.moe_finalize_routing(out, row_index, topk_weights)
 
 
 class MoE(nn.Module):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.config import RopeConfig, RopeType
+from kernels.ops import Ops
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
@@ -72,14 +73,17 @@ _SCALINGS: Mapping[RopeType, Callable[[Tensor, RopeConfig, int], Tensor]] = {
 
 
 class RotaryEmbedding(nn.Module):
-    """positions [T] -> (cos, sin), each [T, head_dim / 2] float32."""
+    """positions [T] -> (cos, sin), each [T, ...]: rows of the tables that the ops rotate with."""
 
-    def __init__(self, rope: RopeConfig, head_dim: int, max_position_embeddings: int) -> None:
+    def __init__(
+        self, rope: RopeConfig, head_dim: int, max_position_embeddings: int, *, ops: Ops
+    ) -> None:
         super().__init__()
         positions = torch.arange(max_position_embeddings, dtype=torch.float32)
         angles = torch.outer(positions, inverse_frequencies(rope, head_dim))
-        self._cos = angles.cos() * rope.attention_factor
-        self._sin = angles.sin() * rope.attention_factor
+        self._cos, self._sin = ops.rotary_table(
+            angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+        )
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Look the angles up; positions are below max_position_embeddings."""

@@ -4,6 +4,7 @@ A family's file says what its layer is made of, as a `BuildLayer`; nothing else 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from torch import Tensor, nn
 
@@ -59,9 +60,10 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, ops: Ops, build_layer: BuildLayer) -> None:
         super().__init__()
         size = config.hidden_size
+        self._ops = ops
         self.embed_tokens = Embedding(config.vocab_size, size, name="embed_tokens", ops=ops)
         self.rotary_emb = RotaryEmbedding(
-            config.rope, config.head_dim, config.max_position_embeddings
+            config.rope, config.head_dim, config.max_position_embeddings, ops=ops
         )
         self.layers = nn.ModuleList(
             build_layer(config, layer_idx, ops) for layer_idx in range(config.num_layers)
@@ -73,6 +75,7 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """input_ids, positions: [T] -> [T, hidden_size]."""
         rotary = self.rotary_emb(positions)
+        kv = replace(kv, slot_mapping=self._ops.slot_index(kv.slot_mapping, kv.k_caches[0]))
         x: Tensor = self.embed_tokens(input_ids)
         residual: Tensor | None = None
         for layer in self.layers:

@@ -64,7 +64,7 @@ def build_engine(start: Start, role: worker_pb2.Role.ValueType, transport: str) 
     start.report("building kernels", 0.0)
     ops = select_ops(config.ops_backend)
     model = _load_model(config, model_config, ops, start.report)
-    memory = KVMemory.allocate(layout, num_blocks)
+    memory = KVMemory.allocate(layout, num_blocks + ops.num_spare_blocks)
     blocks = BlockManager(num_blocks, config.block_size)
     max_model_len = min(
         config.max_model_len or model_config.max_position_embeddings,

@@ -69,6 +69,7 @@ class CpuOps:
     """Implements `kernels.ops.Ops` for float32 on the CPU; construct through `load`."""
 
     name = "cpu"
+    num_spare_blocks = 0
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> CpuLinear:
         """Pack; the caller drops its own copy."""
@@ -96,6 +97,24 @@ class CpuOps:
     ) -> tuple[Tensor, Tensor]:
         """See `Ops.moe_gating_topk`."""
         return gating_topk(router_logits, gating, correction_bias)
+
+    def moe_init_routing(
+        self, x: Tensor, topk_ids: Tensor, num_experts: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Ops.moe_init_routing`."""
+        return ReferenceOps().moe_init_routing(x, topk_ids, num_experts)
+
+    def moe_finalize_routing(self, rows: Tensor, row_index: Tensor, topk_weights: Tensor) -> Tensor:
+        """See `Ops.moe_finalize_routing`."""
+        return ReferenceOps().moe_finalize_routing(rows, row_index, topk_weights)
+
+    def rotary_table(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """They themselves."""
+        return cos, sin
+
+    def slot_index(self, slot_mapping: Tensor, cache: Tensor) -> Tensor:
+        """slot_mapping."""
+        return slot_mapping
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `Ops.rms_norm`."""
