@@ -3,6 +3,8 @@
 from typing import Literal, get_args
 
 Architecture = Literal[
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
     "LlamaForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",

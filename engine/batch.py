@@ -1,7 +1,7 @@
 """The flat batch of one step: all requests' tokens back to back, and where their KV lives."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +11,9 @@ from torch import Tensor
 from engine.scheduler import ScheduledRequest
 
 Int32s = npt.NDArray[np.int32]
+
+MAX_DECODE_QUERIES = 8
+"""A sequence with this many tokens in a step, or fewer, is computed as a decode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,31 @@ class KVBatch:
     """[N]: keys of each sequence, this step's included."""
     max_seqlen_q: int
     """Most tokens of one sequence."""
+    num_decode_seqs: int
+    """Leading sequences with at most MAX_DECODE_QUERIES tokens: nothing but decodes, as a rule."""
+    num_decode_tokens: int
+    """Tokens of these."""
+
+    def split(self, num_seqs: int, num_tokens: int) -> "tuple[KVBatch, KVBatch]":
+        """The first num_seqs sequences, which have num_tokens tokens, and the others."""
+        first = replace(
+            self,
+            slot_mapping=self.slot_mapping[:num_tokens],
+            block_table=self.block_table[:num_seqs],
+            cu_seqlens_q=self.cu_seqlens_q[: num_seqs + 1],
+            context_lens=self.context_lens[:num_seqs],
+            max_seqlen_q=min(self.max_seqlen_q, MAX_DECODE_QUERIES),
+        )
+        second = replace(
+            self,
+            slot_mapping=self.slot_mapping[num_tokens:],
+            block_table=self.block_table[num_seqs:],
+            cu_seqlens_q=self.cu_seqlens_q[num_seqs:] - num_tokens,
+            context_lens=self.context_lens[num_seqs:],
+            num_decode_seqs=0,
+            num_decode_tokens=0,
+        )
+        return first, second
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +120,8 @@ class BatchBuilder:
         rows = np.repeat(np.arange(n, dtype=np.int32), seqlens)
         slots[:] = table[rows, positions // size] * size + positions % size
 
+        is_long = seqlens > MAX_DECODE_QUERIES
+        num_decodes = int(is_long.argmax()) if is_long.any() else n
         samples = [i + 1 for i, s in enumerate(scheduled) if s.samples]
         sample_rows = self._samples.take(len(samples))
         sample_rows[:] = starts[samples] - 1
@@ -103,6 +133,8 @@ class BatchBuilder:
             cu_seqlens_q=torch.from_numpy(starts),
             context_lens=torch.from_numpy(contexts),
             max_seqlen_q=int(seqlens.max()),
+            num_decode_seqs=num_decodes,
+            num_decode_tokens=int(starts[num_decodes]),
         )
         return Batch(
             input_ids=torch.from_numpy(self._token_ids(scheduled, starts)),

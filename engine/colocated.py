@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import torch
 
 from engine.block_manager import BlockManager
+from engine.kv_layout import kv_layout
 from engine.models import CausalLM
 from engine.request import Request
 from engine.runner import Runner
@@ -26,10 +27,11 @@ class ColocatedEngine:
         scheduler_config: SchedulerConfig,
     ) -> None:
         config = model.config
-        shape = (num_blocks, config.num_kv_heads, block_size, config.head_dim)
         # NOTE: NaN, so that whatever reads a block that nobody wrote shows in the tokens.
-        k_caches = [torch.full(shape, torch.nan) for _ in range(config.num_layers)]
-        v_caches = [torch.full(shape, torch.nan) for _ in range(config.num_layers)]
+        k_caches, v_caches = (
+            [torch.full(shape, torch.nan) for _ in range(config.num_layers)]
+            for shape in kv_layout(config, block_size).shapes(num_blocks)
+        )
         self.block_manager = BlockManager(num_blocks, block_size)
         self.scheduler = Scheduler(
             scheduler_config, self.block_manager, eos_token_ids=config.eos_token_ids

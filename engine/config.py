@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt
 
 from engine.architectures import Architecture
+from kernels.gating import Gating
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 
@@ -58,6 +59,30 @@ class MoEConfig:
     """Whether the weights of a token's experts are scaled to sum to one."""
     layers: frozenset[int]
     """Which layers are sparse; the others have a dense MLP."""
+    gating: Gating | None = None
+    """DeepSeek's choice of experts; None: top-k of a softmax."""
+    has_correction_bias: bool = False
+    """Whether the router has a bias that counts for the choice alone."""
+    shared_intermediate_size: int = 0
+    """Width of the shared experts together, which compute every token; 0: none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MLAConfig:
+    """Multi-head latent attention: one latent per token stands for the keys and values."""
+
+    q_lora_rank: int | None
+    """Width of the queries' latent; None: queries are projected in one go."""
+    kv_lora_rank: Annotated[int, Ge(1)]
+    """Width of the latent in the cache."""
+    qk_nope_head_dim: Annotated[int, Ge(1)]
+    """Part of a head of q and k without position."""
+    qk_rope_head_dim: Annotated[int, Ge(2)]
+    """Part with position; its key is shared by all heads and lies in the cache."""
+    v_head_dim: Annotated[int, Ge(1)]
+    """Width of a head's values."""
+    softmax_scale: float
+    """Of the scores, yarn's mscale included."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +104,7 @@ class ModelConfig:
     num_kv_heads: Annotated[int, Ge(1)]
     """Key and value heads; divides num_heads."""
     head_dim: Annotated[int, Ge(2)]
-    """Width of a head."""
+    """Width of a head of q and k."""
     rms_norm_eps: float = 1e-6
     """Added to the mean square."""
     rope: RopeConfig = RopeConfig()
@@ -94,9 +119,18 @@ class ModelConfig:
     """Whether the MLP's projections have a bias."""
     moe: MoEConfig | None = None
     """Its sparse layers; None if all are dense."""
+    mla: MLAConfig | None = None
+    """Its latent attention; None: grouped-query attention."""
+    num_mtp_layers: Annotated[int, Ge(0)] = 0
+    """Layers after the last that predict tokens further ahead."""
     bos_token_id: int | None = None
     """Put before a prompt by tokenizers that do."""
     eos_token_ids: frozenset[int] = frozenset()
     """Any of these ends a generation."""
     dtype: str = "float32"
     """Type of the weights in the files; computation is in float32."""
+
+    @property
+    def rotary_dim(self) -> int:
+        """Width of a head that is rotated."""
+        return self.mla.qk_rope_head_dim if self.mla else self.head_dim

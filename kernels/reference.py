@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels import mla
-from kernels.gating import Gating, gating_topk
+from kernels.gating import Gating
+from kernels.routing import gating_topk
 
 
 class ReferenceLinear:

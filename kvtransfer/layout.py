@@ -82,6 +82,13 @@ class KVLayout:
         """Hash of every field, for the handshake."""
         return xxhash.xxh3_64_hexdigest(repr(sorted(asdict(self).items())).encode())
 
+    def shapes(self, num_blocks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of the two tensors of a layer."""
+        first, second = (
+            (num_blocks, part.num_heads, self.block_size, part.width) for part in self.parts
+        )
+        return first, second
+
     def part_block_bytes(self, part: KVPart) -> int:
         """Bytes of one block in `part` of one layer."""
         return part.num_heads * self.block_size * part.width * DTYPE_BYTES[self.dtype]

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from engine.config import MoEConfig, Quantization
 from engine.layers.layer import WeightedLayer
 from engine.layers.linear import FusedLinear
+from engine.layers.mlp import GatedMLP
 from engine.layers.quantization import pack_grouped_linear
 from kernels.ops import GroupedLinear, Ops
 
@@ -59,6 +60,21 @@ class Experts(WeightedLayer):
         return self._ops.moe_finalize_routing(out, row_index, topk_weights)
 
 
+class CorrectionBias(WeightedLayer):
+    """Added to the router's scores for the choice of experts alone; keeps their loads even.
+
+    Source: auxiliary-loss-free load balancing (arXiv 2408.15664).
+    """
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.bias = torch.empty(num_experts)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The bias."""
+        yield "gate.e_score_correction_bias", self.bias
+
+
 class MoE(nn.Module):
     """A router and its experts, in the place of an MLP.
 
@@ -78,14 +94,30 @@ class MoE(nn.Module):
             ops=ops,
             is_quantizable=False,
         )
+        self.correction = CorrectionBias(config.num_experts) if config.has_correction_bias else None
         self.experts = Experts(hidden_size, config, ops=ops)
+        self.shared_experts = (
+            GatedMLP(hidden_size, config.shared_intermediate_size, bias=False, ops=ops)
+            if config.shared_intermediate_size
+            else None
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [T, hidden_size] -> [T, hidden_size]."""
+        out: Tensor = self.experts(x, *self._route(x))
+        if self.shared_experts is not None:
+            out = out + self.shared_experts(x)
+        return out
+
+    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """-> topk_weights, topk_ids [T, k]."""
+        router_logits = self.gate(x)
+        if self._config.gating is not None:
+            bias = None if self.correction is None else self.correction.bias
+            return self._ops.moe_gating_topk(router_logits, self._config.gating, bias)
         topk_weights, topk_ids = self._ops.moe_gating_topk_softmax(
-            self.gate(x), self._config.num_experts_per_tok
+            router_logits, self._config.num_experts_per_tok
         )
         if self._config.norm_topk_prob:
             topk_weights = topk_weights / topk_weights.sum(dim=-1, keepdim=True)
-        out: Tensor = self.experts(x, topk_weights, topk_ids)
-        return out
+        return topk_weights, topk_ids

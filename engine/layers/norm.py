@@ -22,6 +22,11 @@ class RMSNorm(WeightedLayer):
         self._eps = eps
         self._weight = torch.empty(size)
 
+    @property
+    def weight(self) -> Tensor:
+        """[size]: for an op that normalises on its way."""
+        return self._weight
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The scale."""
         yield f"{self._name}.weight", self._weight

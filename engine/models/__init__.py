@@ -9,6 +9,7 @@ from engine.batch import KVBatch
 from engine.config import ModelConfig
 from engine.layers.attention import OnLayer
 from engine.models.decoder import BuildLayer, DecoderForCausalLM
+from engine.models.deepseek_v3 import deepseek_layer
 from engine.models.llama import llama_layer
 from engine.models.qwen2 import qwen2_layer
 from engine.models.qwen3 import qwen3_layer
@@ -16,6 +17,8 @@ from engine.models.qwen3_moe import qwen3_moe_layer
 from kernels.ops import Ops
 
 MODELS: dict[Architecture, BuildLayer] = {
+    "DeepseekV2ForCausalLM": deepseek_layer,
+    "DeepseekV3ForCausalLM": deepseek_layer,
     "LlamaForCausalLM": llama_layer,
     "Qwen2ForCausalLM": qwen2_layer,
     "Qwen3ForCausalLM": qwen3_layer,

@@ -1,14 +1,15 @@
 """Hugging Face's config.json as a `ModelConfig`; the one place that knows its spellings."""
 
-import math
-from collections.abc import Mapping
-from typing import Any, get_args
-
 from engine.architectures import ARCHITECTURES, Architecture
-from engine.config import ModelConfig, MoEConfig, RopeConfig, RopeType
+from engine.config import ModelConfig, MoEConfig
 from engine.errors import UnsupportedModel, WeightsError
-
-Json = Mapping[str, Any]
+from engine.models.deepseek_config import (
+    DEEPSEEK,
+    parse_deepseek_moe_config,
+    parse_mla_config,
+)
+from engine.models.fields import Json, read_int
+from engine.models.rope_config import parse_rope_config
 
 SPARSE = frozenset({"Qwen3MoeForCausalLM"})
 """Architectures with experts."""
@@ -32,31 +33,52 @@ def parse_model_config(config: Json, generation: Json | None = None) -> ModelCon
         raise UnsupportedModel(f"hidden_act is {act!r}, supported: silu")
     _refuse_windows(config)
     architecture = _architecture(config)
-    hidden_size, num_heads = _int(config, "hidden_size"), _int(config, "num_attention_heads")
+    hidden_size, num_heads = (
+        read_int(config, "hidden_size"),
+        read_int(config, "num_attention_heads"),
+    )
     num_kv_heads = config.get("num_key_value_heads") or num_heads
     if num_heads % num_kv_heads:
         raise WeightsError(f"{num_heads} query heads are no multiple of {num_kv_heads} KV heads")
     max_position_embeddings = int(config.get("max_position_embeddings", 2048))
+    rope = parse_rope_config(config, max_position_embeddings)
+    mla = parse_mla_config(config, rope) if architecture in DEEPSEEK else None
+    if mla is not None:
+        head_dim, num_kv_heads = mla.qk_nope_head_dim + mla.qk_rope_head_dim, 1
+    else:
+        head_dim = _head_dim(config, architecture, hidden_size // num_heads)
     return ModelConfig(
         architecture=architecture,
-        vocab_size=_int(config, "vocab_size"),
+        vocab_size=read_int(config, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_int(config, "intermediate_size"),
-        num_layers=_int(config, "num_hidden_layers"),
+        intermediate_size=read_int(config, "intermediate_size"),
+        num_layers=read_int(config, "num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=config.get("head_dim") or _HEAD_DIMS.get(architecture, hidden_size // num_heads),
+        head_dim=head_dim,
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope=parse_rope_config(config, max_position_embeddings),
+        rope=rope,
         max_position_embeddings=max_position_embeddings,
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         attention_bias=bool(config.get("attention_bias", False)),
         mlp_bias=bool(config.get("mlp_bias", False)),
-        moe=parse_moe_config(config) if architecture in SPARSE else None,
+        moe=_moe_config(config, architecture),
+        mla=mla,
+        num_mtp_layers=int(config.get("num_nextn_predict_layers") or 0),
         bos_token_id=config.get("bos_token_id"),
         eos_token_ids=_token_ids(config) | _token_ids(generation),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
     )
+
+
+def _moe_config(config: Json, architecture: Architecture) -> MoEConfig | None:
+    if architecture in DEEPSEEK:
+        return parse_deepseek_moe_config(config, architecture)
+    return parse_moe_config(config) if architecture in SPARSE else None
+
+
+def _head_dim(config: Json, architecture: Architecture, default: int) -> int:
+    return int(config.get("head_dim") or _HEAD_DIMS.get(architecture, default))
 
 
 def parse_moe_config(config: Json) -> MoEConfig:
@@ -64,80 +86,24 @@ def parse_moe_config(config: Json) -> MoEConfig:
 
     Raises: WeightsError: a field is missing or contradicts another.
     """
-    num_experts = _int(config, "num_experts" if "num_experts" in config else "num_local_experts")
-    num_experts_per_tok = _int(config, "num_experts_per_tok")
+    num_experts = read_int(
+        config, "num_experts" if "num_experts" in config else "num_local_experts"
+    )
+    num_experts_per_tok = read_int(config, "num_experts_per_tok")
     if not 1 <= num_experts_per_tok <= num_experts:
         raise WeightsError(f"num_experts_per_tok is {num_experts_per_tok} of {num_experts} experts")
     step = int(config.get("decoder_sparse_step", 1))
     if step < 1:
         raise WeightsError(f"decoder_sparse_step is {step}, must be at least 1")
     dense = frozenset(config.get("mlp_only_layers") or ())
-    num_layers = _int(config, "num_hidden_layers")
+    num_layers = read_int(config, "num_hidden_layers")
     return MoEConfig(
         num_experts=num_experts,
         num_experts_per_tok=num_experts_per_tok,
-        intermediate_size=_int(config, "moe_intermediate_size"),
+        intermediate_size=read_int(config, "moe_intermediate_size"),
         norm_topk_prob=bool(config.get("norm_topk_prob", False)),
         layers=frozenset(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0),
     )
-
-
-def parse_rope_config(config: Json, max_position_embeddings: int) -> RopeConfig:
-    """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before)."""
-    scaling: Json = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope_type = _rope_type(scaling)
-    partial = scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    if partial != 1.0:
-        raise UnsupportedModel(f"partial_rotary_factor is {partial}, supported: 1.0")
-    original = (
-        scaling.get("original_max_position_embeddings")
-        or config.get("original_max_position_embeddings")
-        or max_position_embeddings
-    )
-    factor = scaling.get("factor")
-    if factor is None:
-        if rope_type in ("linear", "llama3"):
-            raise WeightsError(f"rope type {rope_type} needs a factor, there is none")
-        factor = max_position_embeddings / original if rope_type == "yarn" else 1.0
-    return RopeConfig(
-        rope_type=rope_type,
-        theta=float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0),
-        factor=float(factor),
-        original_max_position_embeddings=int(original),
-        low_freq_factor=float(scaling.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(scaling.get("high_freq_factor", 4.0)),
-        beta_fast=float(scaling.get("beta_fast") or 32.0),
-        beta_slow=float(scaling.get("beta_slow") or 1.0),
-        attention_factor=_attention_factor(scaling, factor) if rope_type == "yarn" else 1.0,
-        truncate=bool(scaling.get("truncate", True)),
-    )
-
-
-def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
-    """By how much yarn scales cos and sin for a stretch of `factor`.
-
-    Source: YaRN (arXiv 2309.00071), section 3.4; mscale is DeepSeek's generalisation.
-    """
-    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
-def _rope_type(scaling: Json) -> RopeType:
-    wanted = scaling.get("rope_type") or scaling.get("type") or "default"
-    supported: tuple[RopeType, ...] = get_args(RopeType)
-    for rope_type in supported:
-        if rope_type == wanted:
-            return rope_type
-    raise UnsupportedModel(f"rope type is {wanted!r}, supported: {', '.join(supported)}")
-
-
-def _attention_factor(scaling: Json, factor: float) -> float:
-    explicit = scaling.get("attention_factor")
-    if explicit is not None:
-        return float(explicit)
-    mscale, mscale_all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
-    if mscale and mscale_all_dim:
-        return yarn_attention_factor(factor, mscale) / yarn_attention_factor(factor, mscale_all_dim)
-    return yarn_attention_factor(factor)
 
 
 def _refuse_windows(config: Json) -> None:
@@ -160,12 +126,6 @@ def _architecture(config: Json) -> Architecture:
             return architecture
     supported = ", ".join(sorted(ARCHITECTURES))
     raise UnsupportedModel(f"architecture is {architectures[0]}, supported: {supported}")
-
-
-def _int(config: Json, key: str) -> int:
-    if key not in config:
-        raise WeightsError(f"config.json has no {key}")
-    return int(config[key])
 
 
 def _token_ids(config: Json) -> frozenset[int]:

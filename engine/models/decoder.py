@@ -12,6 +12,7 @@ from engine.batch import KVBatch
 from engine.config import ModelConfig
 from engine.layers.attention import Attention, OnLayer
 from engine.layers.embedding import Embedding, LMHead
+from engine.layers.mla import MLAttention
 from engine.layers.mlp import GatedMLP
 from engine.layers.moe import MoE
 from engine.layers.norm import RMSNorm
@@ -23,7 +24,12 @@ class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), with the sum carried as `residual`."""
 
     def __init__(
-        self, config: ModelConfig, ops: Ops, *, self_attn: Attention, mlp: GatedMLP | MoE
+        self,
+        config: ModelConfig,
+        ops: Ops,
+        *,
+        self_attn: Attention | MLAttention,
+        mlp: GatedMLP | MoE,
     ) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
@@ -63,7 +69,7 @@ class Decoder(nn.Module):
         self._ops = ops
         self.embed_tokens = Embedding(config.vocab_size, size, name="embed_tokens", ops=ops)
         self.rotary_emb = RotaryEmbedding(
-            config.rope, config.head_dim, config.max_position_embeddings, ops=ops
+            config.rope, config.rotary_dim, config.max_position_embeddings, ops=ops
         )
         self.layers = nn.ModuleList(
             build_layer(config, layer_idx, ops) for layer_idx in range(config.num_layers)
@@ -99,6 +105,12 @@ class DecoderForCausalLM(nn.Module):
             tied=self.model.embed_tokens if config.tie_word_embeddings else None,
             ops=ops,
         )
+
+    @property
+    def unused_prefixes(self) -> tuple[str, ...]:
+        """What the names of weights start with that a checkpoint may hold and nobody reads."""
+        first = self.config.num_layers
+        return tuple(f"model.layers.{i}." for i in range(first, first + self.config.num_mtp_layers))
 
     def forward(
         self,

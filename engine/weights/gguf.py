@@ -13,7 +13,8 @@ from torch import Tensor
 from engine.architectures import GGUF_ARCHITECTURES
 from engine.config import ModelConfig, MoEConfig, RopeConfig, RopeType
 from engine.errors import UnsupportedModel, WeightsError
-from engine.models.config import SPARSE, yarn_attention_factor
+from engine.models.config import SPARSE
+from engine.models.rope_config import yarn_attention_factor
 from engine.weights.gguf_file import GGUFFile, GGUFTensor, Value
 from engine.weights.source import SourceTensor
 

@@ -7,12 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.config import ModelConfig, Quantization
 from engine.errors import UnsupportedModel, WeightsError
 from engine.layers.layer import WeightedLayer, weights_by_layer
 from engine.models.config import parse_model_config
+from engine.models.decoder import DecoderForCausalLM
 from engine.weights.gguf import gguf_model_config, gguf_tensors
 from engine.weights.gguf_file import read_gguf
 from engine.weights.safetensors import open_safetensors
@@ -41,7 +42,7 @@ def load_model_config(path: Path) -> ModelConfig:
 
 def load_weights(
     path: Path,
-    model: nn.Module,
+    model: DecoderForCausalLM,
     progress: Progress | None = None,
     num_threads: int = 2,
     quantization: Quantization = "none",
@@ -87,7 +88,7 @@ class _LayerJob:
 
 def _match(
     path: Path,
-    model: nn.Module,
+    model: DecoderForCausalLM,
     sources: list[SourceTensor],
     quantization: Quantization,
 ) -> list[_LayerJob]:
@@ -96,13 +97,17 @@ def _match(
     targets = {name: tensor for _, weights in layers for name, tensor in weights.items()}
     if "lm_head.weight" not in targets:  # tied: some checkpoints hold the shared weight twice
         by_name.pop("lm_head.weight", None)
-    for name in [name for name in by_name if name.endswith(_IGNORED_SUFFIXES)]:
+    for name in [name for name in by_name if _is_ignored(name, model)]:
         del by_name[name]
     _check(path, targets, by_name)
     return [
         _LayerJob(layer, weights, [by_name[name] for name in weights], quantization)
         for layer, weights in layers
     ]
+
+
+def _is_ignored(name: str, model: DecoderForCausalLM) -> bool:
+    return name.endswith(_IGNORED_SUFFIXES) or name.startswith(model.unused_prefixes)
 
 
 @contextmanager

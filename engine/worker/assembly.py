@@ -8,6 +8,7 @@ from pathlib import Path
 from engine.block_manager import BlockManager
 from engine.config import ModelConfig
 from engine.grammar import Grammars
+from engine.kv_layout import kv_layout
 from engine.models import CausalLM, build_model
 from engine.runner import Runner
 from engine.sampling import Sampler
@@ -21,7 +22,6 @@ from engine.worker.process import Report, Start
 from engine.worker.stats import LoopCounters
 from engine.worker.step import StepRunner
 from kernels.ops import Ops, select_ops
-from kvtransfer.layout import KVLayout
 from kvtransfer.registration import KVMemory
 from protos import worker_pb2
 
@@ -54,7 +54,7 @@ def build_engine(start: Start, role: worker_pb2.Role.ValueType, transport: str) 
     """
     config = start.config
     model_config = load_model_config(Path(config.model_path))
-    layout = _layout(config, model_config)
+    layout = kv_layout(model_config, config.block_size)
     num_blocks = config.num_blocks or config.kv_cache_bytes // layout.block_bytes_all_layers
     if num_blocks < 1:
         raise ValueError(
@@ -112,18 +112,6 @@ def _join_cores(config: WorkerConfig) -> CoreShares | None:
     folder = Path(config.cores_folder).expanduser()
     max_threads = config.max_threads or len(os.sched_getaffinity(0))
     return CoreShares(folder, config.engine_id, config.num_threads, max_threads)
-
-
-def _layout(config: WorkerConfig, model_config: ModelConfig) -> KVLayout:
-    return KVLayout(
-        dtype="float32",
-        num_layers=model_config.num_layers,
-        num_kv_heads=model_config.num_kv_heads,
-        head_dim=model_config.head_dim,
-        block_size=config.block_size,
-        total_num_kv_heads=model_config.num_kv_heads,
-        weights=config.quantization,
-    )
 
 
 def _load_model(

@@ -9,8 +9,9 @@ from torch.nn import functional
 
 from kernels import mla
 from kernels.cpu.build import build
-from kernels.gating import Gating, gating_topk
+from kernels.gating import Gating
 from kernels.reference import LinearPerGroup, ReferenceOps
+from kernels.routing import gating_topk
 
 
 class CpuLinear:

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from engine.batch import BatchBuilder
+from engine.kv_layout import kv_layout
 from engine.models import CausalLM, build_model
 from engine.request import Request, SamplingParams
 from engine.scheduler import ScheduledRequest
@@ -87,10 +88,11 @@ class PoisonedCache:
 
     def __init__(self, model: CausalLM, num_blocks: int, block_size: int, seed: int = 0) -> None:
         config = model.config
-        shape = (num_blocks, config.num_kv_heads, block_size, config.head_dim)
         self.block_size = block_size
-        self.k_caches = [torch.full(shape, torch.nan) for _ in range(config.num_layers)]
-        self.v_caches = [torch.full(shape, torch.nan) for _ in range(config.num_layers)]
+        self.k_caches, self.v_caches = (
+            [torch.full(shape, torch.nan) for _ in range(config.num_layers)]
+            for shape in kv_layout(config, block_size).shapes(num_blocks)
+        )
         generator = torch.Generator().manual_seed(seed)
         self._free = torch.randperm(num_blocks, generator=generator).tolist()
 

@@ -9,6 +9,10 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
@@ -27,11 +31,31 @@ pytestmark = pytest.mark.multiprocess
 _NUM_TOKENS = 32
 _TIE = 1e-3  # logits closer than this may swap
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+_LATENT = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "num_key_value_heads": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+}
 _FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama": (LlamaForCausalLM, LlamaConfig, {}),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True}),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 32}),
     "qwen3-moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, {"head_dim": 16, **_EXPERTS}),
+    "deepseek-v2": (
+        DeepseekV2ForCausalLM,
+        DeepseekV2Config,
+        _LATENT | {"q_lora_rank": None, "topk_method": "group_limited_greedy"},
+    ),
+    "deepseek-v3": (DeepseekV3ForCausalLM, DeepseekV3Config, _LATENT),
 }
 
 

@@ -1,0 +1,178 @@
+"""Multi-head latent attention over the paged cache of latents.
+
+Letters: T tokens, H heads, R kv_lora_rank, Dn and Dr the parts of a head without and with position,
+Dv the width of its values.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from engine.batch import KVBatch
+from engine.config import MLAConfig, ModelConfig, Quantization
+from engine.layers.attention import OnLayer
+from engine.layers.layer import WeightedLayer
+from engine.layers.linear import FusedLinear
+from engine.layers.norm import RMSNorm
+from kernels.ops import Ops
+
+# Of the norms inside the attention; no config has it.
+_LATENT_EPS = 1e-6
+
+
+class KVUpProjection(WeightedLayer):
+    """kv_b_proj, taken apart: what makes keys of a latent, and what makes values.
+
+    `w_uk` [H, Dn, R] and `w_uv` [H, R, Dv] are there once packed. They stay in float: attention in
+    absorbed form multiplies the queries with them, not the latents.
+    """
+
+    def __init__(self, num_heads: int, config: MLAConfig) -> None:
+        super().__init__()
+        self._num_heads = num_heads
+        self._nope = config.qk_nope_head_dim
+        rows = num_heads * (config.qk_nope_head_dim + config.v_head_dim)
+        self._weight: Tensor | None = torch.empty(rows, config.kv_lora_rank)
+        self._w_uk: Tensor | None = None
+        self._w_uv: Tensor | None = None
+
+    @property
+    def w_uk(self) -> Tensor:
+        """[H, Dn, R]."""
+        assert self._w_uk is not None, "the weights are not loaded"
+        return self._w_uk
+
+    @property
+    def w_uv(self) -> Tensor:
+        """[H, R, Dv]."""
+        assert self._w_uv is not None, "the weights are not loaded"
+        return self._w_uv
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The matrix as checkpoints hold it."""
+        assert self._weight is not None, "the weights are packed already"
+        yield "kv_b_proj.weight", self._weight
+
+    def pack(self, quantization: Quantization | None) -> None:
+        """Take it apart."""
+        assert self._weight is not None, "the weights are packed already"
+        per_head = self._weight.view(self._num_heads, -1, self._weight.shape[1])
+        self._w_uk = per_head[:, : self._nope].contiguous()
+        self._w_uv = per_head[:, self._nope :].transpose(1, 2).contiguous()
+        self._weight = None
+
+
+class MLAttention(nn.Module):
+    """Project to latents, write the cache, attend in absorbed or expanded form, project back.
+
+    Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
+    """
+
+    def __init__(self, config: ModelConfig, layer_idx: int, *, ops: Ops) -> None:
+        super().__init__()
+        mla = config.mla
+        assert mla is not None, "the model has no latent attention"
+        size, bias = config.hidden_size, config.attention_bias
+        self._ops = ops
+        self._layer_idx = layer_idx
+        self._mla = mla
+        q_size = config.num_heads * config.head_dim
+        latent_size = mla.kv_lora_rank + mla.qk_rope_head_dim
+        self._head_dims = [mla.qk_nope_head_dim, mla.qk_rope_head_dim]
+        self._latent_sizes = [mla.q_lora_rank or q_size, latent_size]
+        if mla.q_lora_rank is None:
+            self.q_proj = FusedLinear(size, {"q_proj": q_size}, bias=False, ops=ops)
+            self.kv_a_proj = FusedLinear(
+                size, {"kv_a_proj_with_mqa": latent_size}, bias=bias, ops=ops
+            )
+        else:
+            self.a_proj = FusedLinear(
+                size,
+                {"q_a_proj": mla.q_lora_rank, "kv_a_proj_with_mqa": latent_size},
+                bias=bias,
+                ops=ops,
+            )
+            self.q_a_layernorm = RMSNorm(
+                mla.q_lora_rank, _LATENT_EPS, name="q_a_layernorm", ops=ops
+            )
+            self.q_b_proj = FusedLinear(mla.q_lora_rank, {"q_b_proj": q_size}, bias=False, ops=ops)
+        self.kv_a_layernorm = RMSNorm(mla.kv_lora_rank, _LATENT_EPS, name="kv_a_layernorm", ops=ops)
+        self.kv_b_proj = KVUpProjection(config.num_heads, mla)
+        self.o_proj = FusedLinear(
+            config.num_heads * mla.v_head_dim, {"o_proj": size}, bias=bias, ops=ops
+        )
+
+    def forward(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], kv: KVBatch, on_layer: OnLayer | None
+    ) -> Tensor:
+        """x: [T, hidden_size], normalised -> [T, hidden_size]."""
+        q, latent = self._project(x)
+        q_nope, q_rope = torch.split(q, self._head_dims, dim=-1)
+        q_rope = self._ops.interleave_rope(q_rope, *rotary)
+        self._ops.kv_rmsnorm_rope(
+            latent,
+            self.kv_a_layernorm.weight,
+            *rotary,
+            kv.k_caches[self._layer_idx],
+            kv.v_caches[self._layer_idx],
+            kv.slot_mapping,
+            _LATENT_EPS,
+        )
+        if on_layer is not None:
+            on_layer(self._layer_idx)
+        out: Tensor = self.o_proj(self._attend(q_nope, q_rope, kv).flatten(1))
+        return out
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """-> q [T, H, Dn + Dr]; latents with their rope parts, before the norm [T, R + Dr]."""
+        if self._mla.q_lora_rank is None:
+            q, latent = self.q_proj(x), self.kv_a_proj(x)
+        else:
+            q_latent, latent = torch.split(self.a_proj(x), self._latent_sizes, dim=-1)
+            q = self.q_b_proj(self.q_a_layernorm(q_latent))
+        return q.unflatten(-1, (-1, sum(self._head_dims))), latent
+
+    def _attend(self, q_nope: Tensor, q_rope: Tensor, kv: KVBatch) -> Tensor:
+        """-> [T, H, Dv]. Sequences with few queries take the absorbed form, the others expand."""
+        num_seqs, num_tokens = kv.num_decode_seqs, kv.num_decode_tokens
+        if num_tokens == len(q_nope):
+            return self._absorbed(q_nope, q_rope, kv)
+        if num_tokens == 0:
+            return self._expanded(q_nope, q_rope, kv)
+        decodes, prefills = kv.split(num_seqs, num_tokens)
+        return torch.cat(
+            [
+                self._absorbed(q_nope[:num_tokens], q_rope[:num_tokens], decodes),
+                self._expanded(q_nope[num_tokens:], q_rope[num_tokens:], prefills),
+            ]
+        )
+
+    def _absorbed(self, q_nope: Tensor, q_rope: Tensor, kv: KVBatch) -> Tensor:
+        attended = self._ops.mla_paged_attention(
+            self._ops.head_matmul(q_nope, self.kv_b_proj.w_uk),
+            q_rope,
+            kv.k_caches[self._layer_idx],
+            kv.v_caches[self._layer_idx],
+            kv.block_table,
+            kv.cu_seqlens_q,
+            kv.context_lens,
+            self._mla.softmax_scale,
+            kv.max_seqlen_q,
+        )
+        return self._ops.head_matmul(attended, self.kv_b_proj.w_uv)
+
+    def _expanded(self, q_nope: Tensor, q_rope: Tensor, kv: KVBatch) -> Tensor:
+        return self._ops.mla_prefill_attention(
+            q_nope,
+            q_rope,
+            self.kv_b_proj.w_uk,
+            self.kv_b_proj.w_uv,
+            kv.k_caches[self._layer_idx],
+            kv.v_caches[self._layer_idx],
+            kv.block_table,
+            kv.cu_seqlens_q,
+            kv.context_lens,
+            self._mla.softmax_scale,
+            kv.max_seqlen_q,
+        )
