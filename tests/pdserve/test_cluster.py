@@ -145,7 +145,8 @@ def write_cluster(host: Host, http_port: int) -> Path:
 
 def ray_cli(host: Host, *arguments: str) -> None:
     """Run the launcher itself with its files in the host's folder too."""
-    environment = os.environ | {"HOME": str(host.home), "RAY_TMPDIR": str(host.home / "l")}
+    own = {"HOME": host.home, "RAY_TMPDIR": host.home / "l", "TMPDIR": host.home / "l"}
+    environment = os.environ | {name: str(path) for name, path in own.items()}
     result = subprocess.run(
         [str(BIN / "ray"), *arguments],
         cwd=ROOT,
