@@ -3,22 +3,17 @@ import os
 import random
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 
-import grpc
 import pytest
 
 from kvtransfer.connector import BlockCopy, KVArrived, KVFailed, KVQuiet
 from kvtransfer.errors import TransportUnavailable
-from kvtransfer.link import TOKEN_METADATA, is_authorized, key_to_proto
-from kvtransfer.transports.loading import load_transports
-from protos import worker_pb2, worker_pb2_grpc
+from kvtransfer.link import TOKEN_METADATA, is_authorized
 from tests.kvtransfer.faults import Faults, faulty
 from tests.kvtransfer.harness import (
     CONFIG,
     LAYOUT,
-    TOKEN,
     ReaderThread,
     Writer,
     assert_blocks_equal,
@@ -28,18 +23,6 @@ from tests.kvtransfer.harness import (
 )
 
 K = ("request", 0)
-
-
-@pytest.fixture
-def rig() -> Iterator[tuple[Writer, ReaderThread, Faults]]:
-    """A pair whose writes go through a seam for faults."""
-    faults = Faults()
-    reader = ReaderThread()
-    writer = Writer(transports=faulty(faults))
-    yield writer, reader, faults
-    faults.gate.set()
-    writer.close()
-    reader.close()
 
 
 @pytest.mark.parametrize("transport", ["memory", "mooncake"])
@@ -177,112 +160,6 @@ def test_a_transport_that_completes_before_landing_is_given_time() -> None:
     reader.close()
 
 
-def test_abort_before_anything_was_pushed() -> None:
-    with pair() as (writer, reader):
-        transfer = writer.begin(K, reader.expect(K, [1]))
-        eventually(lambda: reader.receiver.stats().num_granted == 1)
-        transfer.abort("client left")
-        assert writer.next_result().error == "client left"
-        transfer.push(0, [BlockCopy(0, 0)])
-        transfer.finish()
-        transfer.abort("again")
-        event = reader.next_event()
-        assert isinstance(event, KVFailed)
-        assert event.quiet
-        reader.assert_no_event()
-        assert writer.results.empty()
-
-
-def test_abort_before_the_link_is_open_asks_for_nothing() -> None:
-    with pair() as (writer, reader):
-        target = reader.target([1])
-        target.link_address = "192.0.2.1:9"
-        transfer = writer.begin(K, target)
-        transfer.abort("client left")
-        assert writer.next_result(1.0).error == "client left"
-
-
-def test_abort_while_writing_ends_when_the_batch_is_through(
-    rig: tuple[Writer, ReaderThread, Faults],
-) -> None:
-    writer, reader, faults = rig
-    faults.gate.clear()
-    transfer = writer.begin(K, reader.expect(K, [1]))
-    writer.push_all(transfer, [1])
-    assert faults.entered.wait(5)
-    transfer.abort("client left")
-    reader.assert_no_event()
-    assert writer.results.empty()
-    faults.gate.set()
-    assert not writer.next_result().ok
-    event = reader.next_event()
-    assert isinstance(event, KVFailed)
-    assert event.quiet
-
-
-def test_cancel_before_the_grant_is_quiet_at_once_and_refuses_the_writer() -> None:
-    with pair() as (writer, reader):
-        target = reader.expect(K, [1])
-        reader.receiver.cancel(K)
-        assert reader.next_event() == KVQuiet(K)
-        result = writer.send(K, target, [1])
-        assert "not expected" in result.error
-        reader.assert_no_event()
-        assert_untouched(reader.memory, [1])
-        assert reader.receiver.stats().num_stale == 1
-
-
-def test_cancel_after_the_grant_waits_for_the_writer_to_let_go(
-    rig: tuple[Writer, ReaderThread, Faults],
-) -> None:
-    writer, reader, faults = rig
-    faults.gate.clear()
-    transfer = writer.begin(K, reader.expect(K, [1]))
-    writer.push_all(transfer, [1])
-    assert faults.entered.wait(5)
-    reader.receiver.cancel(K)
-    reader.receiver.cancel(K)
-    reader.assert_no_event(0.2)
-    assert reader.receiver.stats().num_quarantined_blocks == 1
-    faults.gate.set()
-    assert writer.next_result().error == "the reader gave up"
-    assert reader.next_event() == KVQuiet(K)
-    reader.assert_no_event()
-    assert reader.receiver.stats().num_quarantined == 0
-
-
-def test_cancel_of_an_idle_granted_transfer_ends_it() -> None:
-    with pair() as (writer, reader):
-        writer.begin(K, reader.expect(K, [1]))
-        eventually(lambda: reader.receiver.stats().num_granted == 1)
-        reader.receiver.cancel(K)
-        assert reader.next_event() == KVQuiet(K)
-        assert writer.next_result().error == "the reader gave up"
-
-
-def test_cancel_after_arrival_and_of_an_unknown_key_is_quiet() -> None:
-    with pair() as (writer, reader):
-        assert writer.send(K, reader.expect(K, [1]), [1]).ok
-        assert reader.next_event() == KVArrived(K)
-        reader.receiver.cancel(K)
-        assert reader.next_event() == KVQuiet(K)
-
-
-def test_a_failed_write_keeps_the_blocks_until_nothing_can_land(
-    rig: tuple[Writer, ReaderThread, Faults],
-) -> None:
-    writer, reader, faults = rig
-    faults.error = "wire cut"
-    faults.num_unsettled = 2
-    assert writer.send(K, reader.expect(K, [1]), [1]).error == "wire cut"
-    reader.receiver.cancel(K)
-    reader.assert_no_event(2 * CONFIG.quarantine_grace_s)
-    faults.num_unsettled = 0
-    assert reader.next_event() == KVQuiet(K)
-    faults.error = ""
-    assert writer.send(("request", 1), reader.expect(("request", 1), [1]), [1]).ok
-
-
 def test_a_write_without_progress_fails_in_time(rig: tuple[Writer, ReaderThread, Faults]) -> None:
     writer, reader, faults = rig
     faults.gate.clear()
@@ -411,125 +288,6 @@ def test_a_closed_sender_fails_what_is_under_way_and_starts_nothing() -> None:
     assert isinstance(event, KVFailed)
     assert not event.quiet
     assert reader.next_event() == KVQuiet(K)
-    reader.close()
-
-
-class RawWriter:
-    """Speaks the protocol by hand."""
-
-    def __init__(self, reader: ReaderThread, engine_id: str = "raw"):
-        self._channel = grpc.insecure_channel(reader.address)
-        self._pending: list[worker_pb2.WriterMessage] = []
-        self._ready = threading.Semaphore(0)
-        self._call = worker_pb2_grpc.KVLinkStub(self._channel).Link(
-            self._messages(), metadata=((TOKEN_METADATA, TOKEN),)
-        )
-        hello = worker_pb2.WriterHello(
-            engine_id=engine_id,
-            incarnation=1,
-            layouts=[LAYOUT.to_proto()],
-            transports=["memory"],
-            host_id=load_transports(CONFIG, reader.memory).host_id,
-        )
-        self.send(worker_pb2.WriterMessage(hello=hello))
-        assert not next(self._call).hello.refused
-
-    def _messages(self) -> Iterator[worker_pb2.WriterMessage]:
-        while True:
-            self._ready.acquire()
-            if not self._pending:
-                return
-            yield self._pending.pop(0)
-
-    def send(self, message: worker_pb2.WriterMessage) -> None:
-        self._pending.append(message)
-        self._ready.release()
-
-    def begin(self, key: tuple[str, int]) -> None:
-        begin = worker_pb2.BeginWrite(key=key_to_proto(key))
-        self.send(worker_pb2.WriterMessage(begin=begin))
-
-    def end(self, key: tuple[str, int], **fields: object) -> None:
-        end = worker_pb2.EndWrite(key=key_to_proto(key), **fields)  # type: ignore[arg-type]
-        self.send(worker_pb2.WriterMessage(end=end))
-
-    def next(self) -> worker_pb2.ReaderMessage:
-        return next(self._call)
-
-    def close(self) -> None:
-        self._ready.release()
-        self._call.cancel()
-        self._channel.close()
-
-
-def test_repeated_stale_and_foreign_messages_are_counted_and_change_nothing() -> None:
-    reader = ReaderThread()
-    raw, other = RawWriter(reader), RawWriter(reader, "other")
-    reader.receiver.expect(("r", 1), [1])
-    raw.begin(("r", 0))
-    assert not raw.next().grant.granted
-    raw.begin(("r", 1))
-    assert raw.next().grant.granted
-    raw.begin(("r", 1))
-    other.begin(("r", 1))
-    assert "another writer" in other.next().grant.reason
-    other.end(("r", 1), complete=True)
-    raw.end(("r", 0), complete=True)
-    raw.end(("never", 0), complete=False)
-    eventually(lambda: reader.receiver.stats().num_stale == 6)
-    reader.assert_no_event()
-    raw.end(("r", 1), complete=False, error="changed my mind")
-    assert reader.next_event() == KVFailed(
-        ("r", 1), "the writer gave up: changed my mind", quiet=True
-    )
-    raw.end(("r", 1), complete=True)
-    eventually(lambda: reader.receiver.stats().num_stale == 7)
-    raw.close()
-    other.close()
-    reader.close()
-
-
-def test_a_checksum_count_that_is_not_the_layers_is_a_failure() -> None:
-    reader = ReaderThread()
-    raw = RawWriter(reader)
-    reader.receiver.expect(K, [1])
-    raw.begin(K)
-    assert raw.next().grant.granted
-    raw.end(K, complete=True, checksums=[1, 2])
-    assert reader.next_event() == KVFailed(K, "2 checksums for 3 layers", quiet=True)
-    raw.close()
-    reader.close()
-
-
-def test_a_broken_link_fails_at_once_and_is_quiet_after_the_grace() -> None:
-    reader = ReaderThread()
-    raw = RawWriter(reader)
-    for key in (K, ("cancelled", 0)):
-        reader.receiver.expect(key, [1])
-        raw.begin(key)
-        assert raw.next().grant.granted
-    reader.receiver.cancel(("cancelled", 0))
-    assert raw.next().abort.key.request_id == "cancelled"
-    start_s = time.monotonic()
-    raw.close()
-    assert reader.next_event() == KVFailed(K, "the link to the writer broke", quiet=False)
-    assert time.monotonic() - start_s < CONFIG.quarantine_grace_s
-    reader.receiver.cancel(K)
-    assert {reader.next_event(), reader.next_event()} == {KVQuiet(K), KVQuiet(("cancelled", 0))}
-    assert time.monotonic() - start_s >= CONFIG.quarantine_grace_s
-    reader.assert_no_event()
-    reader.close()
-
-
-def test_a_link_that_does_not_start_with_hello_is_refused() -> None:
-    reader = ReaderThread()
-    with grpc.insecure_channel(reader.address) as channel:
-        begin = worker_pb2.WriterMessage(begin=worker_pb2.BeginWrite(key=key_to_proto(K)))
-        call = worker_pb2_grpc.KVLinkStub(channel).Link(
-            iter([begin]), metadata=((TOKEN_METADATA, TOKEN),)
-        )
-        with pytest.raises(grpc.RpcError, match="WriterHello"):
-            next(call)
     reader.close()
 
 
