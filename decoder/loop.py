@@ -11,19 +11,15 @@ Other threads put events into the inbox; answers leave through the outbox.
 """
 
 import logging
-import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from engine.block_manager import BlockManager
 from engine.request import Request, RequestKey, RequestState
-from engine.scheduler import QueueFull, Scheduler
-from engine.worker.convert import key_from_proto, key_to_proto, request_from_proto
+from engine.scheduler import QueueFull
+from engine.worker.assembly import Engine
+from engine.worker.convert import key_from_proto, key_to_proto
 from engine.worker.inbox import Inbox, SessionClosed, SessionMessage, StatsQuery, Stop
-from engine.worker.leases import Leases
-from engine.worker.replies import Replies
-from engine.worker.stats import LoopCounters, build_stats
-from engine.worker.step import StepRunner
+from engine.worker.intake import Intake
 from kvtransfer.connector import KVArrived, KVFailed, KVQuiet, ReceiveEvent, Receiver
 from protos import worker_pb2
 
@@ -54,27 +50,22 @@ class DecodeLoop:
     def __init__(
         self,
         *,
-        hello: worker_pb2.WorkerHello,
-        link_address: str,
-        scheduler: Scheduler,
-        blocks: BlockManager,
-        steps: StepRunner,
-        counters: LoopCounters,
-        receiver: Receiver,
+        engine: Engine,
+        intake: Intake,
         inbox: Inbox[DecodeEvent],
-        leases: Leases,
-        replies: Replies,
+        receiver: Receiver,
+        link_address: str,
     ) -> None:
-        self._hello = hello
-        self._link_address = link_address
-        self._scheduler = scheduler
-        self._blocks = blocks
-        self._steps = steps
-        self._counters = counters
-        self._receiver = receiver
+        self._hello = engine.hello
+        self._scheduler = engine.scheduler
+        self._blocks = engine.blocks
+        self._steps = engine.steps
+        self._counters = engine.counters
+        self._intake = intake
+        self._replies = intake.replies
         self._inbox = inbox
-        self._leases = leases
-        self._replies = replies
+        self._receiver = receiver
+        self._link_address = link_address
         self._entries: dict[RequestKey, _Entry] = {}
         self._pending: deque[RequestKey] = deque()
         self._stopping = False
@@ -93,7 +84,8 @@ class DecodeLoop:
         """Take in what has arrived, run one engine step, send what it produced."""
         for event in self._inbox.drain(0.0 if self._progressed else _IDLE_WAIT_S):
             self._dispatch(event)
-        self._expire(time.monotonic())
+        for key, _ in self._intake.overdue(self._entries):
+            self._end(key)
         self._admit_pending()
         self._replies.flush()
         output = self._scheduler.schedule()
@@ -121,7 +113,7 @@ class DecodeLoop:
             case KVQuiet(key):
                 self._on_quiet(key)
             case SessionClosed(session_id):
-                for key in self._leases.of_session(session_id):
+                for key in self._intake.of_session(session_id):
                     self._end(key)
             case StatsQuery(reply):
                 reply.set_result(self._stats())
@@ -139,42 +131,25 @@ class DecodeLoop:
             case "cancel":
                 self._cancel(session_id, key_from_proto(message.cancel.key))
             case "renew":
-                keys = map(key_from_proto, message.renew.keys)
-                self._leases.renew(keys, time.monotonic())
+                self._intake.renew(message.renew)
             case kind:
                 _log.warning("session %d sent %s, which a decoder does not take", session_id, kind)
                 self._counters.num_stale_messages += 1
 
     def _reserve(self, session_id: int, message: worker_pb2.Reserve) -> None:
-        key = key_from_proto(message.key)
-        if key in self._entries:
+        if key_from_proto(message.key) in self._entries:
             self._counters.num_stale_messages += 1
             return
-        self._leases.grant(key, session_id, time.monotonic())
-        try:
-            request = request_from_proto(
-                message.key,
-                message.work,
-                kv_identity=f"{self._hello.model}/{self._hello.layout.weights}",
-                vocab_size=self._hello.vocab_size,
-            )
-            self._scheduler.validate(request)
-        except ValueError as error:
-            self._refuse(key, worker_pb2.FAILURE_INVALID, str(error))
-            return
+        self._intake.admit(session_id, message.key, message.work, self._accept)
+
+    def _accept(self, request: Request) -> None:
+        self._scheduler.validate(request)
         bound = self._scheduler.config.max_num_waiting
         if len(self._pending) >= bound:
-            reason = f"{len(self._pending)} requests wait for blocks, the bound is {bound}"
-            self._refuse(key, worker_pb2.FAILURE_OVERLOADED, reason)
-            return
+            raise QueueFull(f"{len(self._pending)} requests wait for blocks, the bound is {bound}")
         request.state = RequestState.RESERVED
-        self._entries[key] = _Entry(request, num_remote_tokens=request.num_tokens)
-        self._pending.append(key)
-        self._steps.expect(request)
-
-    def _refuse(self, key: RequestKey, code: worker_pb2.FailureCode.ValueType, reason: str) -> None:
-        self._replies.failed(key, code, reason)
-        self._replies.released(key)
+        self._entries[request.key] = _Entry(request, num_remote_tokens=request.num_tokens)
+        self._pending.append(request.key)
 
     def _admit_pending(self) -> None:
         """Give blocks to reservations, in order; one that does not fit holds up those behind it."""
@@ -324,29 +299,5 @@ class DecodeLoop:
         self._steps.forget(request.key)
         self._replies.released(request.key)
 
-    def _expire(self, now_s: float) -> None:
-        for key in self._leases.expired(now_s):
-            if self._live_entry(key) is not None:
-                self._counters.num_expired_leases += 1
-                self._replies.failed(
-                    key, worker_pb2.FAILURE_LEASE, "the proxy did not renew its lease"
-                )
-                self._end(key)
-        late = [k for k, e in self._entries.items() if e.request.deadline_s <= now_s]
-        for key in late:
-            if self._live_entry(key) is not None:
-                state = self._entries[key].request.state.value
-                reason = f"deadline passed while {state}"
-                self._replies.failed(key, worker_pb2.FAILURE_DEADLINE, reason)
-                self._end(key)
-
     def _stats(self) -> worker_pb2.WorkerStats:
-        return build_stats(
-            self._hello,
-            self._counters,
-            self._scheduler,
-            self._blocks,
-            num_leases=len(self._leases),
-            num_pending=len(self._pending),
-            transfers=self._receiver.stats().transfers,
-        )
+        return self._intake.stats(self._receiver.stats().transfers, num_pending=len(self._pending))

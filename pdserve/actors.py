@@ -45,7 +45,7 @@ class WorkerActor:
     """Runs one role's worker in a process of its own.
 
     NOTE: it imports the role when it starts, by name: the controller, which has to create these
-    actors, would otherwise load torch only to know their classes.
+    actors, would otherwise load torch only to name them.
     """
 
     def __init__(self, entry: str, config_json: str) -> None:
@@ -58,8 +58,8 @@ class WorkerActor:
         # the other role may compute on the same cores. It costs 0 to 20 % of a step when alone.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         module, _, name = entry.partition(":")
-        worker_class = vars(importlib.import_module(module))[name]
-        self._worker: Worker = worker_class(json.dumps(config))
+        start = vars(importlib.import_module(module))[name]
+        self._worker: Worker = start(json.dumps(config))
 
     def info(self) -> Info:
         """The worker's own report, and the node it is on."""

@@ -13,7 +13,7 @@ class RoleConfig:
     """How the workers of one role are made."""
 
     entry: str
-    """module:class that a worker's process runs, such as prefiller.actor:PrefillerActor."""
+    """module:function that starts what a worker's process runs, such as prefiller.actor:start."""
     worker_json: str
     """WorkerConfig as JSON; engine_id and host are filled in per worker."""
     replicas: int

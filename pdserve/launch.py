@@ -176,14 +176,14 @@ class _Supervisor:
             desired_path=str(desired_path),
             stop_timeout_s=3.0,
             prefiller=RoleConfig(
-                entry="prefiller.actor:PrefillerActor",
+                entry="prefiller.actor:start",
                 worker_json=prefiller.to_json(),
                 replicas=config.prefiller.replicas,
                 num_cpus=0 if is_shared else prefiller.num_threads,
                 num_npus=config.ray.npus_per_worker,
             ),
             decoder=RoleConfig(
-                entry="decoder.actor:DecoderActor",
+                entry="decoder.actor:start",
                 worker_json=decoder.to_json(),
                 replicas=config.decoder.replicas,
                 num_cpus=0 if is_shared else decoder.num_threads,

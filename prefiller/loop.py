@@ -9,18 +9,14 @@ outbox. Blocks are freed only when the transfer says that it will never read the
 """
 
 import logging
-import time
 from dataclasses import dataclass
 
-from engine.block_manager import BlockManager
-from engine.request import Request, RequestKey, RequestState
-from engine.scheduler import QueueFull, ScheduledRequest, Scheduler
-from engine.worker.convert import key_from_proto, request_from_proto
+from engine.request import Request, RequestKey
+from engine.scheduler import ScheduledRequest
+from engine.worker.assembly import Engine
+from engine.worker.convert import key_from_proto
 from engine.worker.inbox import Inbox, SessionClosed, SessionMessage, StatsQuery, Stop
-from engine.worker.leases import Leases
-from engine.worker.replies import Replies
-from engine.worker.stats import LoopCounters, build_stats
-from engine.worker.step import StepRunner
+from engine.worker.intake import Intake
 from kvtransfer.connector import BlockCopy, Sender, Transfer, TransferResult
 from protos import worker_pb2
 
@@ -48,27 +44,16 @@ class PrefillLoop:
     """See the module's docstring."""
 
     def __init__(
-        self,
-        *,
-        hello: worker_pb2.WorkerHello,
-        scheduler: Scheduler,
-        blocks: BlockManager,
-        steps: StepRunner,
-        counters: LoopCounters,
-        sender: Sender,
-        inbox: Inbox[PrefillEvent],
-        leases: Leases,
-        replies: Replies,
+        self, *, engine: Engine, intake: Intake, inbox: Inbox[PrefillEvent], sender: Sender
     ) -> None:
-        self._hello = hello
-        self._scheduler = scheduler
-        self._blocks = blocks
-        self._steps = steps
-        self._counters = counters
-        self._sender = sender
+        self._scheduler = engine.scheduler
+        self._blocks = engine.blocks
+        self._steps = engine.steps
+        self._counters = engine.counters
+        self._intake = intake
+        self._replies = intake.replies
         self._inbox = inbox
-        self._leases = leases
-        self._replies = replies
+        self._sender = sender
         self._entries: dict[RequestKey, _Entry] = {}
         self._stopping = False
         self._progressed = False
@@ -86,7 +71,8 @@ class PrefillLoop:
         """Take in what has arrived, compute one chunk, report first tokens."""
         for event in self._inbox.drain(0.0 if self._progressed else _IDLE_WAIT_S):
             self._dispatch(event)
-        self._expire(time.monotonic())
+        for key, reason in self._intake.overdue(self._entries):
+            self._end(key, reason)
         self._replies.flush()
         output = self._scheduler.schedule()
         self._progressed = bool(output.scheduled)
@@ -143,7 +129,7 @@ class PrefillLoop:
             case TransferResult():
                 self._on_transfer_result(event)
             case SessionClosed(session_id):
-                for key in self._leases.of_session(session_id):
+                for key in self._intake.of_session(session_id):
                     self._end(key, "the proxy's session closed")
             case StatsQuery(reply):
                 reply.set_result(self._stats())
@@ -161,39 +147,19 @@ class PrefillLoop:
                 else:
                     self._replies.unknown(session_id, key)
             case "renew":
-                keys = map(key_from_proto, message.renew.keys)
-                self._leases.renew(keys, time.monotonic())
+                self._intake.renew(message.renew)
             case kind:
                 _log.warning("session %d sent %s, not for a prefiller", session_id, kind)
                 self._counters.num_stale_messages += 1
 
     def _prefill(self, session_id: int, message: worker_pb2.Prefill) -> None:
-        key = key_from_proto(message.key)
+        key, target = key_from_proto(message.key), message.target
         if key in self._entries:
             self._counters.num_stale_messages += 1
             return
-        self._leases.grant(key, session_id, time.monotonic())
-        try:
-            request = request_from_proto(
-                message.key,
-                message.work,
-                kv_identity=f"{self._hello.model}/{self._hello.layout.weights}",
-                vocab_size=self._hello.vocab_size,
-            )
-            self._scheduler.add(request)
-        except ValueError as error:
-            self._refuse(key, worker_pb2.FAILURE_INVALID, str(error))
-        except QueueFull as error:
-            self._refuse(key, worker_pb2.FAILURE_OVERLOADED, str(error))
-        else:
-            self._entries[key] = _Entry(
-                request, message.target, next_block=message.target.first_block
-            )
-            self._steps.expect(request)
-
-    def _refuse(self, key: RequestKey, code: worker_pb2.FailureCode.ValueType, reason: str) -> None:
-        self._replies.failed(key, code, reason)
-        self._replies.released(key)
+        request = self._intake.admit(session_id, message.key, message.work, self._scheduler.add)
+        if request is not None:
+            self._entries[key] = _Entry(request, target, next_block=target.first_block)
 
     def _on_transfer_result(self, result: TransferResult) -> None:
         entry = self._entries.get(result.key)
@@ -230,30 +196,5 @@ class PrefillLoop:
         self._steps.forget(request.key)
         self._replies.released(request.key)
 
-    def _expire(self, now_s: float) -> None:
-        for key in self._leases.expired(now_s):
-            entry = self._entries.get(key)
-            if entry is not None and not entry.ending:
-                self._counters.num_expired_leases += 1
-                reason = "the proxy did not renew its lease"
-                self._replies.failed(key, worker_pb2.FAILURE_LEASE, reason)
-                self._end(key, reason)
-        late = [key for key, e in self._entries.items() if e.request.deadline_s <= now_s]
-        for key in late:
-            entry = self._entries[key]
-            # A prompt that was computed in time is the decoder's business now.
-            if not entry.ending and entry.request.state is not RequestState.SENDING:
-                reason = f"deadline passed while {entry.request.state.value}"
-                self._replies.failed(key, worker_pb2.FAILURE_DEADLINE, reason)
-                self._end(key, reason)
-
     def _stats(self) -> worker_pb2.WorkerStats:
-        return build_stats(
-            self._hello,
-            self._counters,
-            self._scheduler,
-            self._blocks,
-            num_leases=len(self._leases),
-            num_pending=0,
-            transfers=self._sender.stats(),
-        )
+        return self._intake.stats(self._sender.stats())

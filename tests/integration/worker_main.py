@@ -4,15 +4,16 @@ import json
 import sys
 import time
 
-from decoder.actor import DecoderActor
-from prefiller.actor import PrefillerActor
+import decoder.actor
+import prefiller.actor
 
 _POLL_S = 0.05
 
 
 def main() -> None:
     role, config_json = sys.argv[1:]
-    actor = {"prefiller": PrefillerActor, "decoder": DecoderActor}[role](config_json)
+    start = {"prefiller": prefiller.actor.start, "decoder": decoder.actor.start}[role]
+    actor = start(config_json)
     while actor.info()["state"] == "starting":
         time.sleep(_POLL_S)  # loading has no event to wait for
     print(json.dumps(actor.info()), flush=True)

@@ -1,0 +1,118 @@
+"""What both roles do with a proxy's requests: take them in under a lease, find the overdue ones."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from engine.request import Request, RequestKey, RequestState
+from engine.scheduler import QueueFull
+from engine.worker.assembly import Engine
+from engine.worker.convert import key_from_proto, request_from_proto
+from engine.worker.leases import Leases
+from engine.worker.replies import Replies
+from engine.worker.stats import build_stats
+from protos import worker_pb2
+
+
+class Tracked(Protocol):
+    """A request as a loop keeps it."""
+
+    @property
+    def request(self) -> Request:
+        """The request."""
+        ...
+
+    @property
+    def ending(self) -> bool:
+        """It is over, and only waits until nothing touches its blocks."""
+        ...
+
+
+class Intake:
+    """The loop's books on who asked for what and until when; owned by the loop thread."""
+
+    def __init__(self, engine: Engine, leases: Leases, replies: Replies) -> None:
+        self.replies = replies
+        self._engine = engine
+        self._leases = leases
+
+    def admit(
+        self,
+        session_id: int,
+        key: worker_pb2.RequestKey,
+        work: worker_pb2.Work,
+        accept: Callable[[Request], None],
+    ) -> Request | None:
+        """Grant a lease and hand the request to `accept`; None: refused, and the proxy told why.
+
+        accept: may raise ValueError (invalid) or QueueFull (overloaded); it then keeps nothing.
+        """
+        hello, request_key = self._engine.hello, key_from_proto(key)
+        self._leases.grant(request_key, session_id, time.monotonic())
+        try:
+            request = request_from_proto(
+                key,
+                work,
+                kv_identity=f"{hello.model}/{hello.layout.weights}",
+                vocab_size=hello.vocab_size,
+            )
+            accept(request)
+        except ValueError as error:
+            self._refuse(request_key, worker_pb2.FAILURE_INVALID, str(error))
+        except QueueFull as error:
+            self._refuse(request_key, worker_pb2.FAILURE_OVERLOADED, str(error))
+        else:
+            self._engine.steps.expect(request)
+            return request
+        return None
+
+    def _refuse(self, key: RequestKey, code: worker_pb2.FailureCode.ValueType, reason: str) -> None:
+        self.replies.failed(key, code, reason)
+        self.replies.released(key)
+
+    def renew(self, message: worker_pb2.Renew) -> None:
+        """The proxy still wants these keys."""
+        self._leases.renew(map(key_from_proto, message.keys), time.monotonic())
+
+    def of_session(self, session_id: int) -> list[RequestKey]:
+        """Every key that came over a stream."""
+        return self._leases.of_session(session_id)
+
+    def overdue(self, tracked: Mapping[RequestKey, Tracked]) -> list[tuple[RequestKey, str]]:
+        """Requests whose lease or deadline has passed, and why; the proxy is told, once.
+
+        The caller ends them. A prompt that was computed in time is the decoder's business: while
+        it is being sent, only its lease counts.
+        """
+        now_s = time.monotonic()
+        found: list[tuple[RequestKey, str]] = []
+        expired = set(self._leases.expired(now_s))
+        for key, entry in tracked.items():
+            state = entry.request.state
+            if entry.ending:
+                continue
+            if key in expired:
+                self._engine.counters.num_expired_leases += 1
+                code, reason = worker_pb2.FAILURE_LEASE, "the proxy did not renew its lease"
+            elif entry.request.deadline_s <= now_s and state is not RequestState.SENDING:
+                code, reason = worker_pb2.FAILURE_DEADLINE, f"deadline passed while {state.value}"
+            else:
+                continue
+            self.replies.failed(key, code, reason)
+            found.append((key, reason))
+        return found
+
+    def stats(
+        self, transfers: Sequence[worker_pb2.TransferPeerStats], num_pending: int = 0
+    ) -> worker_pb2.WorkerStats:
+        """The worker's state between two steps; see `build_stats`."""
+        engine = self._engine
+        return build_stats(
+            engine.hello,
+            engine.counters,
+            engine.scheduler,
+            engine.blocks,
+            num_leases=len(self._leases),
+            num_pending=num_pending,
+            transfers=transfers,
+        )
