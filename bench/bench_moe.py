@@ -25,6 +25,7 @@ from engine.config import MoEConfig
 from engine.layers.layer import named_weights, pack_weights
 from engine.layers.mlp import GatedMLP
 from engine.layers.moe import MoE
+from engine.parallel import Parallel
 from kernels.ops import BACKENDS, Ops, select_ops
 
 Layer = TypeVar("Layer", bound=nn.Module)
@@ -67,8 +68,12 @@ def measure(contenders: Mapping[str, Callable[[], object]], budget_s: float) -> 
 def bench(ops: Ops, config: MoEConfig, hidden_size: int, args: argparse.Namespace) -> list[Row]:
     """One row per batch size."""
     k, num_experts = config.num_experts_per_tok, config.num_experts
-    moe = ready(MoE(hidden_size, config, ops=ops))
-    dense = ready(GatedMLP(hidden_size, k * config.intermediate_size, bias=False, ops=ops))
+    moe = ready(MoE(hidden_size, config, ops=ops, parallel=Parallel()))
+    dense = ready(
+        GatedMLP(
+            hidden_size, k * config.intermediate_size, bias=False, ops=ops, parallel=Parallel()
+        )
+    )
     rows = []
     for num_tokens in args.tokens:
         x = torch.randn(num_tokens, hidden_size)

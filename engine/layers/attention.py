@@ -8,6 +8,8 @@ from engine.batch import KVBatch
 from engine.config import ModelConfig
 from engine.layers.linear import FusedLinear
 from engine.layers.norm import RMSNorm
+from engine.layers.rows import rows_of
+from engine.parallel import Parallel, split_evenly, split_kv_heads
 from kernels.ops import Ops
 
 OnLayer = Callable[[int], None]
@@ -15,7 +17,7 @@ OnLayer = Callable[[int], None]
 
 
 class Attention(nn.Module):
-    """Project, rotate, write the KV, attend, project back.
+    """Project, rotate, write the KV, attend, project back; heads are split over the ranks.
 
     Source: GQA (arXiv 2305.13245); paging as in PagedAttention (arXiv 2309.06180).
     """
@@ -26,32 +28,37 @@ class Attention(nn.Module):
         layer_idx: int,
         *,
         ops: Ops,
+        parallel: Parallel,
         qkv_bias: bool,
         o_bias: bool,
         qk_norm: bool = False,
     ) -> None:
         super().__init__()
         head_dim, eps = config.head_dim, config.rms_norm_eps
-        q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
+        heads = split_evenly("num_heads", config.num_heads, parallel.tp)
+        kv_heads = split_kv_heads(config.num_kv_heads, parallel.tp)
+        q, kv = heads.scaled(head_dim), kv_heads.scaled(head_dim)
+        self._rows = rows_of(parallel)
         self._ops = ops
         self._layer_idx = layer_idx
         self._head_dim = head_dim
-        self._sizes = [q_size, kv_size, kv_size]
+        self._sizes = [len(q), len(kv), len(kv)]
         self._scale = head_dim**-0.5
         self.qkv_proj = FusedLinear(
             config.hidden_size,
-            {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size},
+            {"q_proj": q, "k_proj": kv, "v_proj": kv},
             bias=qkv_bias,
             ops=ops,
         )
-        self.o_proj = FusedLinear(q_size, {"o_proj": config.hidden_size}, bias=o_bias, ops=ops)
+        self.o_proj = FusedLinear(q, {"o_proj": config.hidden_size}, bias=o_bias, ops=ops)
         self.q_norm = RMSNorm(head_dim, eps, name="q_norm", ops=ops) if qk_norm else None
         self.k_norm = RMSNorm(head_dim, eps, name="k_norm", ops=ops) if qk_norm else None
 
     def forward(
         self, x: Tensor, rotary: tuple[Tensor, Tensor], kv: KVBatch, on_layer: OnLayer | None
     ) -> Tensor:
-        """x: [T, hidden_size], normalised -> [T, hidden_size]."""
+        """x: [T, hidden_size], normalised -> the same; rows as they are between blocks."""
+        x = self._rows.gather(x, len(kv.slot_mapping))
         layer_idx = self._layer_idx
         k_cache, v_cache = kv.k_caches[layer_idx], kv.v_caches[layer_idx]
         q, k, v = (  # each [T, heads, D], a view into the fused output
@@ -73,5 +80,5 @@ class Attention(nn.Module):
             self._scale,
             kv.max_seqlen_q,
         )
-        out: Tensor = self.o_proj(attended.flatten(1))  # [T, heads, D] -> [T, hidden_size]
-        return out
+        # [T, heads, D] -> [T, hidden_size]
+        return self._rows.reduce(self.o_proj(attended.flatten(1)))

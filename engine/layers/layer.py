@@ -1,10 +1,20 @@
 """What every layer that owns weights offers to the loader."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from engine.config import Quantization
+from engine.parallel import Span
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Which part of a checkpoint's tensor a weight is: `span` of its dim `dim`, all of the rest."""
+
+    dim: int
+    span: Span
 
 
 class WeightedLayer(nn.Module):
@@ -17,6 +27,14 @@ class WeightedLayer(nn.Module):
         """Names as in Hugging Face checkpoints, relative to the parent, and the tensors to fill."""
         raise NotImplementedError
 
+    def shards(self) -> Mapping[str, Shard]:
+        """The weights, by the names of `weights`, that are a part of the checkpoint's tensor."""
+        return {}
+
+    def elsewhere(self) -> Iterator[str]:
+        """Names, as those of `weights`, that a checkpoint holds and other ranks load."""
+        return iter(())
+
     def pack(self, quantization: Quantization) -> None:
         """Bring the weights, all of them filled, into the form that the backend computes with.
 
@@ -24,21 +42,22 @@ class WeightedLayer(nn.Module):
         """
 
 
-def weights_by_layer(model: nn.Module) -> list[tuple[WeightedLayer, dict[str, Tensor]]]:
-    """Every layer, in order, with the tensors to fill, by their full names in checkpoints."""
+def weighted_layers(model: nn.Module) -> list[tuple[str, WeightedLayer]]:
+    """Every layer, in order, with what its names in checkpoints start with."""
     found = []
     for path, layer in model.named_modules():
         if isinstance(layer, WeightedLayer):
             parent = path.rpartition(".")[0]
-            prefix = f"{parent}." if parent else ""
-            found.append((layer, {prefix + name: tensor for name, tensor in layer.weights()}))
+            found.append((f"{parent}." if parent else "", layer))
     return found
 
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Every tensor that a checkpoint of `model` must hold, by its name there."""
+    """Every tensor to fill from a checkpoint of `model`, by its name there."""
     return {
-        name: tensor for _, weights in weights_by_layer(model) for name, tensor in weights.items()
+        prefix + name: tensor
+        for prefix, layer in weighted_layers(model)
+        for name, tensor in layer.weights()
     }
 
 

@@ -6,31 +6,38 @@ import torch
 from torch import Tensor
 
 from engine.config import Quantization
-from engine.layers.layer import WeightedLayer
+from engine.layers.layer import Shard, WeightedLayer
 from engine.layers.quantization import pack_linear
+from engine.parallel import Span
 from kernels.ops import Linear, Ops
 
 
 class FusedLinear(WeightedLayer):
     """One or more projections of the same input, their outputs side by side.
 
-    `parts` maps each projection's name to its width: {"q_proj": 576, "k_proj": 192, ...}.
+    `parts` maps each projection's name to its width: {"q_proj": 576, "k_proj": 192, ...}. A Span in
+    the place of a width is the part of the outputs that this rank computes. A Span as `in_features`
+    is the part of the inputs that it has: its outputs are partial sums, the bias in one rank's.
     """
 
     def __init__(
         self,
-        in_features: int,
-        parts: Mapping[str, int],
+        in_features: int | Span,
+        parts: Mapping[str, int | Span],
         *,
         bias: bool,
         ops: Ops,
         is_quantizable: bool = True,
     ) -> None:
         super().__init__()
-        out_features = sum(parts.values())
         self._ops = ops
-        self._parts = dict(parts)
-        self._weight: Tensor | None = torch.empty(out_features, in_features)
+        self._in = in_features if isinstance(in_features, Span) else Span.whole(in_features)
+        self._parts = {
+            name: width if isinstance(width, Span) else Span.whole(width)
+            for name, width in parts.items()
+        }
+        out_features = sum(len(span) for span in self._parts.values())
+        self._weight: Tensor | None = torch.empty(out_features, len(self._in))
         self._bias: Tensor | None = torch.empty(out_features) if bias else None
         self._is_quantizable = is_quantizable
         self._linear: Linear | None = None
@@ -39,17 +46,30 @@ class FusedLinear(WeightedLayer):
         """Views of the fused tensors, one per projection."""
         assert self._weight is not None, "the weights are packed already"
         start = 0
-        for name, width in self._parts.items():
-            yield f"{name}.weight", self._weight[start : start + width]
+        for name, span in self._parts.items():
+            stop = start + len(span)
+            yield f"{name}.weight", self._weight[start:stop]
             if self._bias is not None:
-                yield f"{name}.bias", self._bias[start : start + width]
-            start += width
+                yield f"{name}.bias", self._bias[start:stop]
+            start = stop
+
+    def shards(self) -> Mapping[str, Shard]:
+        """Rows of the projections that are split, or columns of all."""
+        shards = {}
+        for name, span in self._parts.items():
+            if len(self._in) < self._in.total:
+                shards[f"{name}.weight"] = Shard(1, self._in)
+            elif len(span) < span.total:
+                shards |= {f"{name}.{kind}": Shard(0, span) for kind in ("weight", "bias")}
+        return shards
 
     def pack(self, quantization: Quantization) -> None:
         """Hand the weights to the backend and drop the plain ones."""
         assert self._weight is not None, "the weights are packed already"
         if not self._is_quantizable:
             quantization = "none"
+        if self._bias is not None and self._in.start > 0:
+            self._bias.zero_()  # the sum over the ranks has it once
         self._linear = pack_linear(self._ops, self._weight, self._bias, quantization)
         self._weight = self._bias = None
 

@@ -4,7 +4,7 @@ Letters: T tokens, H heads, R kv_lora_rank, Dn and Dr the parts of a head withou
 Dv the width of its values.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from engine.batch import KVBatch
 from engine.config import MLAConfig, ModelConfig, Quantization
 from engine.layers.attention import OnLayer
-from engine.layers.layer import WeightedLayer
+from engine.layers.layer import Shard, WeightedLayer
 from engine.layers.linear import FusedLinear
 from engine.layers.norm import RMSNorm
+from engine.layers.rows import rows_of
+from engine.parallel import Parallel, Span, split_evenly
 from kernels.ops import Ops
 
 # Of the norms inside the attention; no config has it.
@@ -28,12 +30,12 @@ class KVUpProjection(WeightedLayer):
     absorbed form multiplies the queries with them, not the latents.
     """
 
-    def __init__(self, num_heads: int, config: MLAConfig) -> None:
+    def __init__(self, heads: Span, config: MLAConfig) -> None:
         super().__init__()
-        self._num_heads = num_heads
+        self._heads = heads
         self._nope = config.qk_nope_head_dim
-        rows = num_heads * (config.qk_nope_head_dim + config.v_head_dim)
-        self._weight: Tensor | None = torch.empty(rows, config.kv_lora_rank)
+        self._rows = heads.scaled(config.qk_nope_head_dim + config.v_head_dim)
+        self._weight: Tensor | None = torch.empty(len(self._rows), config.kv_lora_rank)
         self._w_uk: Tensor | None = None
         self._w_uv: Tensor | None = None
 
@@ -54,10 +56,15 @@ class KVUpProjection(WeightedLayer):
         assert self._weight is not None, "the weights are packed already"
         yield "kv_b_proj.weight", self._weight
 
+    def shards(self) -> Mapping[str, Shard]:
+        """The rows of this rank's heads."""
+        is_split = len(self._rows) < self._rows.total
+        return {"kv_b_proj.weight": Shard(0, self._rows)} if is_split else {}
+
     def pack(self, quantization: Quantization | None) -> None:
         """Take it apart."""
         assert self._weight is not None, "the weights are packed already"
-        per_head = self._weight.view(self._num_heads, -1, self._weight.shape[1])
+        per_head = self._weight.view(len(self._heads), -1, self._weight.shape[1])
         self._w_uk = per_head[:, : self._nope].contiguous()
         self._w_uv = per_head[:, self._nope :].transpose(1, 2).contiguous()
         self._weight = None
@@ -66,10 +73,15 @@ class KVUpProjection(WeightedLayer):
 class MLAttention(nn.Module):
     """Project to latents, write the cache, attend in absorbed or expanded form, project back.
 
+    Heads are split over the ranks; every rank has all latents. Scattered rows are gathered after
+    the projection to latents, where they are narrowest.
+
     Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
     """
 
-    def __init__(self, config: ModelConfig, layer_idx: int, *, ops: Ops) -> None:
+    def __init__(
+        self, config: ModelConfig, layer_idx: int, *, ops: Ops, parallel: Parallel
+    ) -> None:
         super().__init__()
         mla = config.mla
         assert mla is not None, "the model has no latent attention"
@@ -77,12 +89,14 @@ class MLAttention(nn.Module):
         self._ops = ops
         self._layer_idx = layer_idx
         self._mla = mla
-        q_size = config.num_heads * config.head_dim
+        heads = split_evenly("num_heads", config.num_heads, parallel.tp)
+        q = heads.scaled(config.head_dim)
+        self._rows = rows_of(parallel)
         latent_size = mla.kv_lora_rank + mla.qk_rope_head_dim
         self._head_dims = [mla.qk_nope_head_dim, mla.qk_rope_head_dim]
-        self._latent_sizes = [mla.q_lora_rank or q_size, latent_size]
+        self._latent_sizes = [mla.q_lora_rank or len(q), latent_size]
         if mla.q_lora_rank is None:
-            self.q_proj = FusedLinear(size, {"q_proj": q_size}, bias=False, ops=ops)
+            self.q_proj = FusedLinear(size, {"q_proj": q}, bias=False, ops=ops)
             self.kv_a_proj = FusedLinear(
                 size, {"kv_a_proj_with_mqa": latent_size}, bias=bias, ops=ops
             )
@@ -96,18 +110,18 @@ class MLAttention(nn.Module):
             self.q_a_layernorm = RMSNorm(
                 mla.q_lora_rank, _LATENT_EPS, name="q_a_layernorm", ops=ops
             )
-            self.q_b_proj = FusedLinear(mla.q_lora_rank, {"q_b_proj": q_size}, bias=False, ops=ops)
+            self.q_b_proj = FusedLinear(mla.q_lora_rank, {"q_b_proj": q}, bias=False, ops=ops)
         self.kv_a_layernorm = RMSNorm(mla.kv_lora_rank, _LATENT_EPS, name="kv_a_layernorm", ops=ops)
-        self.kv_b_proj = KVUpProjection(config.num_heads, mla)
+        self.kv_b_proj = KVUpProjection(heads, mla)
         self.o_proj = FusedLinear(
-            config.num_heads * mla.v_head_dim, {"o_proj": size}, bias=bias, ops=ops
+            heads.scaled(mla.v_head_dim), {"o_proj": size}, bias=bias, ops=ops
         )
 
     def forward(
         self, x: Tensor, rotary: tuple[Tensor, Tensor], kv: KVBatch, on_layer: OnLayer | None
     ) -> Tensor:
-        """x: [T, hidden_size], normalised -> [T, hidden_size]."""
-        q, latent = self._project(x)
+        """x: [T, hidden_size], normalised -> the same; rows as they are between blocks."""
+        q, latent = self._project(x, len(kv.slot_mapping))
         q_nope, q_rope = torch.split(q, self._head_dims, dim=-1)
         q_rope = self._ops.interleave_rope(q_rope, *rotary)
         self._ops.kv_rmsnorm_rope(
@@ -121,15 +135,17 @@ class MLAttention(nn.Module):
         )
         if on_layer is not None:
             on_layer(self._layer_idx)
-        out: Tensor = self.o_proj(self._attend(q_nope, q_rope, kv).flatten(1))
-        return out
+        return self._rows.reduce(self.o_proj(self._attend(q_nope, q_rope, kv).flatten(1)))
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _project(self, x: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
         """-> q [T, H, Dn + Dr]; latents with their rope parts, before the norm [T, R + Dr]."""
         if self._mla.q_lora_rank is None:
+            x = self._rows.gather(x, num_tokens)
             q, latent = self.q_proj(x), self.kv_a_proj(x)
         else:
-            q_latent, latent = torch.split(self.a_proj(x), self._latent_sizes, dim=-1)
+            q_latent, latent = torch.split(
+                self._rows.gather(self.a_proj(x), num_tokens), self._latent_sizes, dim=-1
+            )
             q = self.q_b_proj(self.q_a_layernorm(q_latent))
         return q.unflatten(-1, (-1, sum(self._head_dims))), latent
 

@@ -1,15 +1,17 @@
 """Mixture of experts: each token goes through the few MLPs that its router picks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from engine.config import MoEConfig, Quantization
-from engine.layers.layer import WeightedLayer
+from engine.layers.layer import Shard, WeightedLayer
 from engine.layers.linear import FusedLinear
 from engine.layers.mlp import GatedMLP
 from engine.layers.quantization import pack_grouped_linear
+from engine.layers.rows import rows_of
+from engine.parallel import Parallel, Span, split_evenly
 from kernels.ops import GroupedLinear, Ops
 
 
@@ -19,10 +21,16 @@ class Experts(WeightedLayer):
     dispatch: rows sorted by expert -> one product per expert that has rows -> combine: weighted sum
     """
 
-    def __init__(self, hidden_size: int, config: MoEConfig, *, ops: Ops) -> None:
+    def __init__(
+        self, hidden_size: int, config: MoEConfig, *, ops: Ops, experts: range, columns: Span
+    ) -> None:
+        """`experts` are the ones that this rank holds, `columns` the part of their width."""
         super().__init__()
-        num_experts, width = config.num_experts, config.intermediate_size
+        num_experts, width = len(experts), len(columns)
         self._ops = ops
+        self._experts = experts
+        self._num_experts = config.num_experts
+        self._columns = columns
         self._width = width
         self._gate_up_weight: Tensor | None = torch.empty(num_experts, 2 * width, hidden_size)
         self._down_weight: Tensor | None = torch.empty(num_experts, hidden_size, width)
@@ -34,10 +42,28 @@ class Experts(WeightedLayer):
         gate_up, down = self._gate_up_weight, self._down_weight
         assert gate_up is not None, "the weights are packed already"
         assert down is not None, "the weights are packed already"
-        for expert in range(len(down)):
-            yield f"experts.{expert}.gate_proj.weight", gate_up[expert, : self._width]
-            yield f"experts.{expert}.up_proj.weight", gate_up[expert, self._width :]
-            yield f"experts.{expert}.down_proj.weight", down[expert]
+        for i, expert in enumerate(self._experts):
+            yield f"experts.{expert}.gate_proj.weight", gate_up[i, : self._width]
+            yield f"experts.{expert}.up_proj.weight", gate_up[i, self._width :]
+            yield f"experts.{expert}.down_proj.weight", down[i]
+
+    def shards(self) -> Mapping[str, Shard]:
+        """Outputs of gate and up, inputs of down."""
+        if len(self._columns) == self._columns.total:
+            return {}
+        dims = {"gate_proj": 0, "up_proj": 0, "down_proj": 1}
+        return {
+            f"experts.{expert}.{name}.weight": Shard(dim, self._columns)
+            for expert in self._experts
+            for name, dim in dims.items()
+        }
+
+    def elsewhere(self) -> Iterator[str]:
+        """The experts of the other ranks."""
+        for expert in range(self._num_experts):
+            if expert not in self._experts:
+                for name in ("gate_proj", "up_proj", "down_proj"):
+                    yield f"experts.{expert}.{name}.weight"
 
     def pack(self, quantization: Quantization) -> None:
         """Hand the weights to the backend and drop the plain ones."""
@@ -82,10 +108,13 @@ class MoE(nn.Module):
     (arXiv 2006.16668).
     """
 
-    def __init__(self, hidden_size: int, config: MoEConfig, *, ops: Ops) -> None:
+    def __init__(
+        self, hidden_size: int, config: MoEConfig, *, ops: Ops, parallel: Parallel
+    ) -> None:
         super().__init__()
         self._ops = ops
         self._config = config
+        self._rows = rows_of(parallel)
         # NOTE: never quantised: another choice of experts costs more than the few bytes.
         self.gate = FusedLinear(
             hidden_size,
@@ -95,19 +124,32 @@ class MoE(nn.Module):
             is_quantizable=False,
         )
         self.correction = CorrectionBias(config.num_experts) if config.has_correction_bias else None
-        self.experts = Experts(hidden_size, config, ops=ops)
+        self.experts = Experts(
+            hidden_size,
+            config,
+            ops=ops,
+            experts=range(config.num_experts),
+            columns=split_evenly("moe intermediate_size", config.intermediate_size, parallel.tp),
+        )
         self.shared_experts = (
-            GatedMLP(hidden_size, config.shared_intermediate_size, bias=False, ops=ops)
+            GatedMLP(
+                hidden_size,
+                config.shared_intermediate_size,
+                bias=False,
+                ops=ops,
+                parallel=parallel,
+            )
             if config.shared_intermediate_size
             else None
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [T, hidden_size] -> [T, hidden_size]."""
+        """x: [T, hidden_size] -> the same; rows as they are between blocks."""
+        x = self._rows.gather(x)
         out: Tensor = self.experts(x, *self._route(x))
         if self.shared_experts is not None:
-            out = out + self.shared_experts(x)
-        return out
+            out = out + self.shared_experts.partial(x)
+        return self._rows.reduce(out)
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """-> topk_weights, topk_ids [T, k]."""

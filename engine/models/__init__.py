@@ -14,6 +14,7 @@ from engine.models.llama import llama_layer
 from engine.models.qwen2 import qwen2_layer
 from engine.models.qwen3 import qwen3_layer
 from engine.models.qwen3_moe import qwen3_moe_layer
+from engine.parallel import Parallel
 from kernels.ops import Ops
 
 MODELS: dict[Architecture, BuildLayer] = {
@@ -49,6 +50,14 @@ class CausalLM(Protocol):
         ...
 
 
-def build_model(config: ModelConfig, ops: Ops) -> DecoderForCausalLM:
-    """The model with uninitialised weights; see engine.weights.load_weights."""
-    return DecoderForCausalLM(config, ops, MODELS[config.architecture])
+def build_model(
+    config: ModelConfig, ops: Ops, parallel: Parallel | None = None
+) -> DecoderForCausalLM:
+    """This rank's part of the model with uninitialised weights; see engine.weights.load_weights.
+
+    Raises: ValueError: a size of the model cannot be split over the ranks.
+    """
+    parallel = parallel or Parallel()
+    if config.moe is None and parallel.config.ep_size > 1:
+        raise ValueError(f"ep_size is {parallel.config.ep_size}, the model has no experts")
+    return DecoderForCausalLM(config, ops, MODELS[config.architecture], parallel)

@@ -17,6 +17,8 @@ from engine.layers.mlp import GatedMLP
 from engine.layers.moe import MoE
 from engine.layers.norm import RMSNorm
 from engine.layers.rotary import RotaryEmbedding
+from engine.layers.rows import rows_of
+from engine.parallel import Parallel
 from kernels.ops import Ops
 
 
@@ -46,7 +48,10 @@ class DecoderLayer(nn.Module):
         kv: KVBatch,
         on_layer: OnLayer | None,
     ) -> tuple[Tensor, Tensor]:
-        """x, residual: [T, hidden_size]; x is what the last layer adds. -> the same of this one."""
+        """x, residual: [T, hidden_size]; x is what the last layer adds. -> the same of this one.
+
+        Rows are as engine.layers.rows says: all of them, or this rank's.
+        """
         if residual is None:
             x, residual = self.input_layernorm(x), x
         else:
@@ -56,23 +61,28 @@ class DecoderLayer(nn.Module):
         return self.mlp(x), residual
 
 
-BuildLayer = Callable[[ModelConfig, int, Ops], DecoderLayer]
-"""A family: makes layer i of a model of its config."""
+BuildLayer = Callable[[ModelConfig, int, Ops, Parallel], DecoderLayer]
+"""A family: makes this rank's part of layer i of a model of its config."""
 
 
 class Decoder(nn.Module):
     """Embedding, decoder layers, final norm."""
 
-    def __init__(self, config: ModelConfig, ops: Ops, build_layer: BuildLayer) -> None:
+    def __init__(
+        self, config: ModelConfig, ops: Ops, build_layer: BuildLayer, parallel: Parallel
+    ) -> None:
         super().__init__()
         size = config.hidden_size
         self._ops = ops
-        self.embed_tokens = Embedding(config.vocab_size, size, name="embed_tokens", ops=ops)
+        self._rows = rows_of(parallel)
+        self.embed_tokens = Embedding(
+            config.vocab_size, size, name="embed_tokens", ops=ops, parallel=parallel
+        )
         self.rotary_emb = RotaryEmbedding(
             config.rope, config.rotary_dim, config.max_position_embeddings, ops=ops
         )
         self.layers = nn.ModuleList(
-            build_layer(config, layer_idx, ops) for layer_idx in range(config.num_layers)
+            build_layer(config, layer_idx, ops, parallel) for layer_idx in range(config.num_layers)
         )
         self.norm = RMSNorm(size, config.rms_norm_eps, name="norm", ops=ops)
 
@@ -88,22 +98,25 @@ class Decoder(nn.Module):
             x, residual = layer(x, residual, rotary, kv, on_layer)
         assert residual is not None, "a model has layers"
         x, _ = self.norm.add(x, residual)
-        return x
+        return self._rows.gather(x, len(input_ids))
 
 
 class DecoderForCausalLM(nn.Module):
     """The model and its projection to the vocabulary."""
 
-    def __init__(self, config: ModelConfig, ops: Ops, build_layer: BuildLayer) -> None:
+    def __init__(
+        self, config: ModelConfig, ops: Ops, build_layer: BuildLayer, parallel: Parallel
+    ) -> None:
         super().__init__()
         self.config = config
-        self.model = Decoder(config, ops, build_layer)
+        self.model = Decoder(config, ops, build_layer, parallel)
         self.lm_head = LMHead(
             config.vocab_size,
             config.hidden_size,
             name="lm_head",
             tied=self.model.embed_tokens if config.tie_word_embeddings else None,
             ops=ops,
+            parallel=parallel,
         )
 
     @property

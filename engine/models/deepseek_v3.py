@@ -10,15 +10,22 @@ from engine.layers.mla import MLAttention
 from engine.layers.mlp import GatedMLP
 from engine.layers.moe import MoE
 from engine.models.decoder import DecoderLayer
+from engine.parallel import Parallel
 from kernels.ops import Ops
 
 
-def deepseek_layer(config: ModelConfig, layer_idx: int, ops: Ops) -> DecoderLayer:
+def deepseek_layer(
+    config: ModelConfig, layer_idx: int, ops: Ops, parallel: Parallel
+) -> DecoderLayer:
     """A sparse layer, or one of the dense ones."""
     size = config.hidden_size
     mlp: GatedMLP | MoE
     if config.moe is not None and layer_idx in config.moe.layers:
-        mlp = MoE(size, config.moe, ops=ops)
+        mlp = MoE(size, config.moe, ops=ops, parallel=parallel)
     else:
-        mlp = GatedMLP(size, config.intermediate_size, bias=config.mlp_bias, ops=ops)
-    return DecoderLayer(config, ops, self_attn=MLAttention(config, layer_idx, ops=ops), mlp=mlp)
+        mlp = GatedMLP(
+            size, config.intermediate_size, bias=config.mlp_bias, ops=ops, parallel=parallel
+        )
+    return DecoderLayer(
+        config, ops, self_attn=MLAttention(config, layer_idx, ops=ops, parallel=parallel), mlp=mlp
+    )

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from engine.config import ModelConfig, Quantization
 from engine.errors import UnsupportedModel, WeightsError
-from engine.layers.layer import WeightedLayer, weights_by_layer
+from engine.layers.layer import Shard, WeightedLayer, weighted_layers
 from engine.models.config import parse_model_config
 from engine.models.decoder import DecoderForCausalLM
 from engine.weights.gguf import gguf_model_config, gguf_tensors
@@ -60,17 +61,42 @@ def load_weights(
         _run(jobs, progress, num_threads)
 
 
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """A tensor to fill, and which part of the checkpoint's it is; None: all of it."""
+
+    tensor: Tensor
+    shard: Shard | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the checkpoint's tensor."""
+        shape = list(self.tensor.shape)
+        if self.shard is not None:
+            shape[self.shard.dim] = self.shard.span.total
+        return tuple(shape)
+
+    def fill(self, source: SourceTensor) -> None:
+        """Read this rank's part."""
+        if self.shard is None:
+            self.tensor.copy_(source.read())
+            return
+        index = [slice(0, size) for size in source.shape]
+        index[self.shard.dim] = self.shard.span.index
+        self.tensor.copy_(source.part(index))
+
+
 class _LayerJob:
     """Fills one layer and packs it. A layer without weights of its own shares another's."""
 
     def __init__(
         self,
         layer: WeightedLayer,
-        targets: dict[str, Tensor],
+        targets: dict[str, "_Target"],
         sources: list[SourceTensor],
         quantization: Quantization,
     ) -> None:
-        self.size = sum(target.numel() for target in targets.values())
+        self.size = sum(target.tensor.numel() for target in targets.values())
         self._layer = layer
         self._targets = targets
         self._sources = sources
@@ -81,7 +107,7 @@ class _LayerJob:
         for source in self._sources:
             # NOTE: memory of a tensor is not committed before it is written, and nothing but the
             # layer refers to it once it was popped here, so that packing frees it.
-            self._targets.pop(source.name).copy_(source.read())
+            self._targets.pop(source.name).fill(source)
         self._layer.pack(self._quantization)
         return self.size
 
@@ -93,8 +119,11 @@ def _match(
     quantization: Quantization,
 ) -> list[_LayerJob]:
     by_name = {source.name: source for source in sources}
-    layers = weights_by_layer(model)
-    targets = {name: tensor for _, weights in layers for name, tensor in weights.items()}
+    layers = [(layer, _targets(prefix, layer)) for prefix, layer in weighted_layers(model)]
+    targets = {name: target for _, weights in layers for name, target in weights.items()}
+    for prefix, layer in weighted_layers(model):
+        for name in layer.elsewhere():
+            by_name.pop(prefix + name, None)
     if "lm_head.weight" not in targets:  # tied: some checkpoints hold the shared weight twice
         by_name.pop("lm_head.weight", None)
     for name in [name for name in by_name if _is_ignored(name, model)]:
@@ -110,6 +139,11 @@ def _is_ignored(name: str, model: DecoderForCausalLM) -> bool:
     return name.endswith(_IGNORED_SUFFIXES) or name.startswith(model.unused_prefixes)
 
 
+def _targets(prefix: str, layer: WeightedLayer) -> dict[str, _Target]:
+    shards = layer.shards()
+    return {prefix + name: _Target(tensor, shards.get(name)) for name, tensor in layer.weights()}
+
+
 @contextmanager
 def _open(path: Path) -> Iterator[list[SourceTensor]]:
     if path.suffix == ".gguf":
@@ -122,7 +156,7 @@ def _open(path: Path) -> Iterator[list[SourceTensor]]:
         raise UnsupportedModel(f"{path} is neither a folder nor a .gguf file")
 
 
-def _check(path: Path, targets: Mapping[str, Tensor], sources: Mapping[str, SourceTensor]) -> None:
+def _check(path: Path, targets: Mapping[str, _Target], sources: Mapping[str, SourceTensor]) -> None:
     problems = []
     if missing := [f"{n} {list(targets[n].shape)}" for n in targets if n not in sources]:
         problems.append(f"missing: {_some(missing)}")
@@ -131,7 +165,7 @@ def _check(path: Path, targets: Mapping[str, Tensor], sources: Mapping[str, Sour
     if mismatching := [
         f"{name} {list(sources[name].shape)}, the model has {list(target.shape)}"
         for name, target in targets.items()
-        if name in sources and sources[name].shape != tuple(target.shape)
+        if name in sources and sources[name].shape != target.shape
     ]:
         problems.append(f"of another shape: {_some(mismatching)}")
     if problems:

@@ -1,7 +1,7 @@
 """Weights in safetensors files: one, or several with an index. Memory mapped."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -78,7 +78,9 @@ def _tensors(path: Path, file: Any) -> Iterator[SourceTensor]:
         if projection in _STACKED_EXPERTS and len(shape) == 3:
             yield from _experts(file, stem, projection, shape)
         else:
-            yield SourceTensor(name, shape, partial(file.get_tensor, name))
+            yield SourceTensor(
+                name, shape, partial(file.get_tensor, name), partial(_read_part, file, name)
+            )
 
 
 def _experts(
@@ -89,12 +91,25 @@ def _experts(
     num_experts, rows = shape[0], shape[1] // len(parts)
     for expert in range(num_experts):
         for i, part in enumerate(parts):
-            read = partial(
-                _read_rows, file, f"{stem}.{projection}", expert, slice(i * rows, (i + 1) * rows)
+            read = partial(_read_expert, file, f"{stem}.{projection}", expert, i * rows)
+            yield SourceTensor(
+                f"{stem}.{expert}.{part}.weight",
+                (rows, shape[2]),
+                partial(read, (slice(rows), slice(None))),
+                read,
             )
-            yield SourceTensor(f"{stem}.{expert}.{part}.weight", (rows, shape[2]), read)
 
 
-def _read_rows(file: Any, name: str, expert: int, rows: slice) -> Tensor:
-    values: Tensor = file.get_slice(name)[expert, rows]
+def _read_part(file: Any, name: str, index: Sequence[slice]) -> Tensor:
+    values: Tensor = file.get_slice(name)[tuple(index)]
+    return values
+
+
+def _read_expert(
+    file: Any, name: str, expert: int, first_row: int, index: Sequence[slice]
+) -> Tensor:
+    """`index` counts the rows of one part, which start at first_row."""
+    rows, columns = index
+    rows = slice((rows.start or 0) + first_row, rows.stop + first_row)
+    values: Tensor = file.get_slice(name)[expert, rows, columns]
     return values

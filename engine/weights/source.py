@@ -1,6 +1,6 @@
 """Where weights come from, as the loader sees it: named tensors that are read one at a time."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -14,3 +14,11 @@ class SourceTensor:
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
     """The values, in any floating type; may be called from any thread."""
+    read_part: Callable[[Sequence[slice]], Tensor] | None = None
+    """As `read`, of one slice per dim, without reading the rest; None where that is impossible."""
+
+    def part(self, index: Sequence[slice]) -> Tensor:
+        """The values of one slice per dim."""
+        if self.read_part is not None:
+            return self.read_part(index)
+        return self.read()[tuple(index)]

@@ -14,6 +14,7 @@ from engine.errors import UnsupportedModel, WeightsError
 from engine.layers.layer import named_weights, pack_weights
 from engine.layers.moe import MoE
 from engine.models.config import parse_model_config
+from engine.parallel import Parallel
 from kernels.ops import Ops
 from tests.engine.test_llama import LENGTHS, assert_close_to_hf, chunks_of_five, uneven, whole
 from tests.engine.test_qwen import FIVE_HEADS, LINEAR, LLAMA3, NINE_HEADS, YARN
@@ -106,7 +107,7 @@ def random_moe(
         norm_topk_prob=True,
         layers=frozenset({0}),
     )
-    moe = MoE(HIDDEN_SIZE, config, ops=ops)
+    moe = MoE(HIDDEN_SIZE, config, ops=ops, parallel=Parallel())
     generator = torch.Generator().manual_seed(0)
     for name, weight in named_weights(moe).items():
         weight.copy_(0.2 * torch.randn(weight.shape, generator=generator))

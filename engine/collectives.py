@@ -1,0 +1,173 @@
+"""Collective operations over one group of ranks, counted.
+
+A group is an object that a layer is given; whoever is alone has a `SingleGroup`, which returns what
+it gets. Tensors are [rows, ...]; gather and scatter are along dim 0, by rank.
+
+Bytes are those that one rank sends: the payload for the others in an all-to-all, and what a ring
+sends in the rest, with n bytes and p ranks: all_reduce 2 n (p - 1) / p; reduce_scatter and
+all_gather n (p - 1) / p, where n is the size of the whole; broadcast n.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class CollectiveCount:
+    """How often one kind ran, and what this rank sent in all."""
+
+    calls: int = 0
+    num_bytes: int = 0
+
+
+@dataclass(slots=True)
+class CollectiveCounters:
+    """Totals of one process by "group.kind", such as tp.all_reduce; written by its engine loop."""
+
+    by_kind: dict[str, CollectiveCount] = field(default_factory=dict)
+
+    def add(self, kind: str, num_bytes: int) -> None:
+        """Count one call."""
+        count = self.by_kind.setdefault(kind, CollectiveCount())
+        count.calls += 1
+        count.num_bytes += num_bytes
+
+    def snapshot(self) -> dict[str, tuple[int, int]]:
+        """(calls, bytes) of every kind so far."""
+        return {kind: (c.calls, c.num_bytes) for kind, c in self.by_kind.items()}
+
+
+def since(
+    now: dict[str, tuple[int, int]], before: dict[str, tuple[int, int]]
+) -> dict[str, tuple[int, int]]:
+    """What was counted between two snapshots; kinds without a call are left out."""
+    difference = {}
+    for kind, (calls, num_bytes) in now.items():
+        old_calls, old_bytes = before.get(kind, (0, 0))
+        if calls != old_calls:
+            difference[kind] = (calls - old_calls, num_bytes - old_bytes)
+    return difference
+
+
+class Group(Protocol):
+    """Ranks that compute together; every one of them makes the same calls in the same order."""
+
+    rank: int
+    """Of this process, within the group."""
+    size: int
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over the ranks. May overwrite x."""
+        ...
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[n, ...] -> [size * n, ...]; n is the same on all ranks."""
+        ...
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """[size * n, ...] -> [n, ...]: this rank's rows of the sum."""
+        ...
+
+    def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Rows of x, sent[i] of them to rank i -> received[i] rows from rank i, both in order."""
+        ...
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        """x of rank `source`, in place; shape and dtype are the same on all ranks."""
+        ...
+
+
+class SingleGroup:
+    """A rank by itself: every operation returns its input."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """x."""
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """x."""
+        return x
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """x."""
+        return x
+
+    def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """x."""
+        return x
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        """x."""
+        return x
+
+
+class ProcessGroup:
+    """Ranks in processes of their own, by torch.distributed: gloo, or HCCL on Ascend.
+
+    Every call raises RuntimeError when a peer is gone or does not come within the group's time-out.
+    """
+
+    def __init__(self, name: str, group: dist.ProcessGroup, counters: CollectiveCounters) -> None:
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self._name = name
+        self._group = group
+        self._counters = counters
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See Group; overwrites x if it is contiguous."""
+        x = x.contiguous()
+        self._count("all_reduce", 2 * _size(x) * (self.size - 1) // self.size)
+        dist.all_reduce(x, group=self._group)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """See Group."""
+        out = x.new_empty(self.size * x.shape[0], *x.shape[1:])
+        self._count("all_gather", _size(x) * (self.size - 1))
+        dist.all_gather_single(out, x.contiguous(), group=self._group)
+        return out
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """See Group."""
+        out = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
+        self._count("reduce_scatter", _size(out) * (self.size - 1))
+        dist.reduce_scatter_single(out, x.contiguous(), group=self._group)
+        return out
+
+    def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """See Group."""
+        out = x.new_empty(sum(received), *x.shape[1:])
+        row_bytes = x[:1].numel() * x.element_size() if len(x) else 0
+        self._count("all_to_all", (len(x) - sent[self.rank]) * row_bytes)
+        dist.all_to_all_single(out, x.contiguous(), list(received), list(sent), group=self._group)
+        return out
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        """See Group; x is contiguous."""
+        self._count("broadcast", _size(x) if source == self.rank else 0)
+        dist.broadcast(x, group=self._group, group_src=source)
+        return x
+
+    def _count(self, kind: str, num_bytes: int) -> None:
+        self._counters.add(f"{self._name}.{kind}", num_bytes)
+
+
+def _size(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def max_over(group: Group, values: Sequence[int]) -> list[int]:
+    """The largest of each number over the ranks of a group."""
+    if group.size == 1:
+        return list(values)
+    gathered = group.all_gather(torch.tensor([list(values)], dtype=torch.int64))
+    return [int(v) for v in gathered.max(dim=0).values]

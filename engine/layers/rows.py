@@ -1,0 +1,78 @@
+"""Between two blocks a row of the residual stream lives on every rank of a tensor-parallel group,
+or on one.
+
+    replicated: block --partial sums--> AllReduce -----> norm [T] ----------------> block
+    scattered:  block --partial sums--> ReduceScatter -> norm [T / tp] -> AllGather -> block
+
+Scattered rows move as many bytes, in halves that a block may place where rows are smallest, and
+what lies between computes each row once. T is padded to a multiple of tp, at the tail.
+
+Source: sequence parallelism (arXiv 2205.05198).
+"""
+
+from typing import Protocol
+
+from torch import Tensor
+from torch.nn import functional
+
+from engine.collectives import Group
+from engine.parallel import Parallel
+
+
+class Rows(Protocol):
+    """Where rows are between two blocks."""
+
+    is_scattered: bool
+
+    def gather(self, x: Tensor, num_tokens: int | None = None) -> Tensor:
+        """Rows as they are between blocks -> all rows, with the padding unless num_tokens says."""
+        ...
+
+    def reduce(self, x: Tensor) -> Tensor:
+        """Partial sums of all rows, or of the padded ones -> the sums, as between blocks."""
+        ...
+
+
+class ReplicatedRows:
+    """Every rank has every row."""
+
+    is_scattered = False
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def gather(self, x: Tensor, num_tokens: int | None = None) -> Tensor:
+        """x: they are here."""
+        return x
+
+    def reduce(self, x: Tensor) -> Tensor:
+        """AllReduce."""
+        return self._group.all_reduce(x)
+
+
+class ScatteredRows:
+    """Every rank has its T / tp rows."""
+
+    is_scattered = True
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def gather(self, x: Tensor, num_tokens: int | None = None) -> Tensor:
+        """AllGather."""
+        return self._group.all_gather(x)[:num_tokens]
+
+    def reduce(self, x: Tensor) -> Tensor:
+        """Pad the tail, then ReduceScatter."""
+        if padding := -len(x) % self._group.size:
+            x = functional.pad(x, (0, 0, 0, padding))
+        return self._group.reduce_scatter(x)
+
+
+def rows_of(parallel: Parallel) -> Rows:
+    """Where the rows of a model of this rank are."""
+    config = parallel.config
+    scatters = config.ep_size > 1 and config.moe_comm == "zero_redundancy"
+    if config.tp_size > 1 and (scatters or config.sequence_parallel):
+        return ScatteredRows(parallel.tp)
+    return ReplicatedRows(parallel.tp)

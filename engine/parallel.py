@@ -1,0 +1,121 @@
+"""The groups that one rank of an engine computes in, and which part of a layer is its own.
+
+Everything is passed down as an argument. A `Parallel` of one rank has groups that do nothing.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from engine.collectives import CollectiveCounters, Group, ProcessGroup, SingleGroup
+from engine.parallel_config import ParallelConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parallel:
+    """One rank's configuration and groups."""
+
+    config: ParallelConfig = field(default_factory=ParallelConfig)
+    tp: Group = field(default_factory=SingleGroup)
+    dp: Group = field(default_factory=SingleGroup)
+    """Ranks of the same tp_rank."""
+    ep: Group = field(default_factory=SingleGroup)
+    world: Group = field(default_factory=SingleGroup)
+    counters: CollectiveCounters = field(default_factory=CollectiveCounters)
+
+
+def join(
+    config: ParallelConfig, store: Store, *, backend: str = "gloo", timeout_s: float = 60.0
+) -> Parallel:
+    """Meet the other ranks at `store` and build the groups; once per process, see `leave`.
+
+    A collective whose peers do not come within timeout_s raises RuntimeError.
+    Raises: RuntimeError: not all ranks came in time.
+    """
+    if config.world_size == 1:
+        return Parallel(config=config)
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(
+        backend, store=store, rank=config.rank, world_size=config.world_size, timeout=timeout
+    )
+    counters = CollectiveCounters()
+
+    def group(name: str, members: Iterable[tuple[int, ...]]) -> Group:
+        """NOTE: every rank makes every group, in the same order, also those it is not in."""
+        mine: Group = SingleGroup()
+        for ranks in sorted(set(members)):
+            if len(ranks) == 1:
+                continue
+            made = dist.new_group(list(ranks), timeout=timeout, backend=backend)
+            if config.rank in ranks:
+                mine = ProcessGroup(name, made, counters)
+        return mine
+
+    world, tp, ep = range(config.world_size), config.tp_size, config.ep_size
+    return Parallel(
+        config=config,
+        tp=group("tp", (tuple(r for r in world if r // tp == i // tp) for i in world)),
+        dp=group("dp", (tuple(r for r in world if r % tp == i % tp) for i in world)),
+        ep=group("ep", (tuple(r for r in world if r // ep == i // ep) for i in world)),
+        world=group("world", [tuple(world)]),
+        counters=counters,
+    )
+
+
+def leave() -> None:
+    """End the groups of this process; peers that wait for it fail at once."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The part [start, stop) that a rank holds of `total`."""
+
+    start: int
+    stop: int
+    total: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def index(self) -> slice:
+        """The part as an index."""
+        return slice(self.start, self.stop)
+
+    def scaled(self, width: int) -> "Span":
+        """The same part where each number stands for `width` of them."""
+        return Span(self.start * width, self.stop * width, self.total * width)
+
+    @classmethod
+    def whole(cls, total: int) -> "Span":
+        """All of it."""
+        return cls(0, total, total)
+
+
+def split_evenly(name: str, total: int, group: Group, unit: int = 1) -> Span:
+    """The part of this rank where each holds as much; `unit` numbers go together.
+
+    Raises: ValueError: it does not divide; says `name`.
+    """
+    if total % (unit * group.size):
+        raise ValueError(f"{name} is {total // unit}, not a multiple of tp_size {group.size}")
+    width = total // group.size
+    return Span(group.rank * width, (group.rank + 1) * width, total)
+
+
+def split_kv_heads(num_kv_heads: int, group: Group) -> Span:
+    """KV heads of this rank; where there are fewer heads than ranks, several hold the same one.
+
+    Raises: ValueError: neither number divides the other.
+    """
+    if group.size <= num_kv_heads:
+        return split_evenly("num_kv_heads", num_kv_heads, group)
+    if group.size % num_kv_heads:
+        raise ValueError(f"tp_size is {group.size}, not a multiple of num_kv_heads {num_kv_heads}")
+    head = group.rank // (group.size // num_kv_heads)
+    return Span(head, head + 1, num_kv_heads)

@@ -1,0 +1,96 @@
+"""Requests on a poisoned cache, step by step: what a model computes, without a scheduler."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.batch import BatchBuilder
+from engine.kv_layout import kv_layout
+from engine.models import CausalLM, build_model
+from engine.parallel import Parallel
+from engine.request import Request, SamplingParams
+from engine.scheduler import ScheduledRequest
+from engine.weights import load_model_config, load_weights
+from kernels.ops import Ops
+
+VOCAB_SIZE = 96
+
+
+def load(path: Path, ops: Ops, parallel: Parallel | None = None) -> CausalLM:
+    """This rank's part of the model in a folder or file, ready to run."""
+    model = build_model(load_model_config(path), ops, parallel)
+    load_weights(path, model)
+    return model
+
+
+def random_token_ids(count: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCAB_SIZE, (count,), generator=generator).tolist()
+
+
+def make_request(token_ids: Sequence[int], **sampling: Any) -> Request:
+    return Request(
+        request_id=f"request-{token_ids[0]}-{len(token_ids)}",
+        attempt=0,
+        token_ids=list(token_ids),
+        num_prompt_tokens=len(token_ids),
+        sampling=SamplingParams(**sampling),
+    )
+
+
+class PoisonedCache:
+    """KV caches full of NaN, whose blocks are dealt out in random order."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        num_blocks: int,
+        block_size: int,
+        seed: int = 0,
+        parallel: Parallel | None = None,
+    ) -> None:
+        config = model.config
+        self.block_size = block_size
+        self.k_caches, self.v_caches = (
+            [torch.full(shape, torch.nan) for _ in range(config.num_layers)]
+            for shape in kv_layout(config, block_size, parallel).shapes(num_blocks)
+        )
+        generator = torch.Generator().manual_seed(seed)
+        self._free = torch.randperm(num_blocks, generator=generator).tolist()
+
+    def allocate(self, request: Request) -> None:
+        """Give the request blocks for all its tokens."""
+        count = -(-request.num_tokens // self.block_size) - len(request.block_ids)
+        request.block_ids += [self._free.pop() for _ in range(count)]
+
+
+@torch.inference_mode()
+def logits_by_steps(
+    model: CausalLM,
+    cache: PoisonedCache,
+    sequences: Sequence[Sequence[int]],
+    take: Callable[[int, int], int],
+) -> list[Tensor]:
+    """Logits at every token; each step computes `take(sequence, tokens left)` of each sequence."""
+    builder = BatchBuilder(cache.k_caches, cache.v_caches, cache.block_size)
+    requests = [make_request(token_ids) for token_ids in sequences]
+    rows: list[list[Tensor]] = [[] for _ in sequences]
+    for request in requests:
+        cache.allocate(request)
+    while True:
+        chosen = []
+        for i, request in enumerate(requests):
+            left = request.num_tokens - request.num_computed_tokens
+            if left and (count := min(left, take(i, left))):
+                chosen.append((i, ScheduledRequest(request, count)))
+        if not chosen:
+            return [torch.cat(parts) for parts in rows]
+        batch = builder.build([entry for _, entry in chosen])
+        logits = model.logits(model(batch.input_ids, batch.positions, batch.kv))
+        parts = logits.split([entry.num_tokens for _, entry in chosen])
+        for (i, entry), part in zip(chosen, parts, strict=True):
+            rows[i].append(part)
+            entry.request.num_computed_tokens += entry.num_tokens
