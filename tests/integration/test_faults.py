@@ -211,29 +211,6 @@ async def test_500_requests_a_third_cancelled_leave_nothing_behind(service: Serv
     service.assert_idle()
 
 
-async def test_disconnect_in_a_long_prefill_stops_the_computation(service: Service) -> None:
-    body = greedy(prompt_of(3900, 4000), 8)
-    async with _client(service) as client:
-        before = sum(w.stats().num_computed_tokens for w in service.of_role("prefiller"))
-        task = asyncio.create_task(_stream_text(client, body))
-        wait = asyncio.to_thread(
-            wait_until,
-            lambda: (
-                sum(w.stats().num_computed_tokens for w in service.of_role("prefiller")) > before
-            ),
-            10,
-            "prefill started",
-        )
-        await wait
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        await asyncio.to_thread(service.assert_idle)
-        stopped = sum(w.stats().num_computed_tokens for w in service.of_role("prefiller"))
-        await asyncio.sleep(0.5)  # nothing may happen in this time
-        assert stopped == sum(w.stats().num_computed_tokens for w in service.of_role("prefiller"))
-        await _stream_text(client, greedy(prompt_of(40, 4001), 4))
-
-
 async def test_a_frozen_prefiller_is_left_and_the_request_goes_on(service: Service) -> None:
     async with _client(service) as client:
         expected = await _stream_text(client, greedy(prompt_of(1500, 77), 8))
