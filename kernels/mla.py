@@ -66,8 +66,8 @@ def paged_attention(
 ) -> Tensor:
     """See `Ops.mla_paged_attention`."""
     out = torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
-    sequences = _sequences(latent_cache, rope_cache, block_table, cu_seqlens_q, context_lens)
-    for rows, latent, rope in sequences:
+    found = sequences(latent_cache, rope_cache, block_table, cu_seqlens_q, context_lens)
+    for rows, latent, rope in found:
         q = scale * torch.cat([q_latent[rows], q_rope[rows]], dim=-1).float()
         keys = torch.cat([latent, rope], dim=-1)[None]
         out[rows] = _causal_attention(q, keys, latent[None])
@@ -88,17 +88,21 @@ def prefill_attention(
 ) -> Tensor:
     """See `Ops.mla_prefill_attention`."""
     out = q_nope.new_empty(*q_nope.shape[:2], w_uv.shape[2])
-    sequences = _sequences(latent_cache, rope_cache, block_table, cu_seqlens_q, context_lens)
-    for rows, latent, rope in sequences:
+    found = sequences(latent_cache, rope_cache, block_table, cu_seqlens_q, context_lens)
+    for rows, latent, rope in found:
         q = scale * torch.cat([q_nope[rows], q_rope[rows]], dim=-1).float()
-        k_nope = latent @ w_uk.float().transpose(1, 2)  # [H, C, Dn]
-        k_rope = rope.expand(k_nope.shape[0], -1, -1)
-        values = latent @ w_uv.float()  # [H, C, Dv]
-        out[rows] = _causal_attention(q, torch.cat([k_nope, k_rope], dim=-1), values)
+        out[rows] = _causal_attention(q, *expand(latent, rope, w_uk, w_uv))
     return out
 
 
-def _sequences(
+def expand(latent: Tensor, rope: Tensor, w_uk: Tensor, w_uv: Tensor) -> tuple[Tensor, Tensor]:
+    """latent: [C, R]; rope: [C, P] -> keys [H, C, Dn + P], values [H, C, Dv], float32."""
+    k_nope = latent @ w_uk.float().transpose(1, 2)
+    keys = torch.cat([k_nope, rope.expand(len(k_nope), -1, -1)], dim=-1)
+    return keys, latent @ w_uv.float()
+
+
+def sequences(
     latent_cache: Tensor,
     rope_cache: Tensor,
     block_table: Tensor,

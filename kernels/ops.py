@@ -171,14 +171,16 @@ class Ops(Protocol):
         context_lens: Tensor,
         scale: float,
         max_seqlen_q: int,
+        window: int = 0,
     ) -> Tensor:
         """Causal attention over paged KV that holds this step's own keys; blocks are read in place.
 
         q: [T, Hq, D]; caches as above; block_table: [N, max_blocks] int32 (unused entries
         arbitrary); cu_seqlens_q: [N + 1] int32; context_lens: [N] int32, keys of the sequence
         including this step's. Query i of a sequence with q_len queries sees keys
-        [0, context_len - q_len + i]. Decode rows are q_len 1; prefill chunks and decode rows may be
-        mixed. Returns [T, Hq, D].
+        [0, context_len - q_len + i], with a window the last `window` of these, its own included; 0
+        means all. Decode rows are q_len 1; prefill chunks and decode rows may be mixed. Returns
+        [T, Hq, D].
         """
         ...
 

@@ -184,6 +184,7 @@ class ReferenceOps:
         context_lens: Tensor,
         scale: float,
         max_seqlen_q: int,
+        window: int = 0,
     ) -> Tensor:
         """softmax(scale q k^T + mask) v, a sequence at a time; see `Ops.paged_attention`."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -192,7 +193,7 @@ class ReferenceOps:
             rows = slice(starts[seq], starts[seq + 1])
             keys = _gather(k_cache, block_table[seq], context_len)
             values = _gather(v_cache, block_table[seq], context_len)
-            out[rows] = _causal_attention(q[rows], keys, values, scale)
+            out[rows] = _causal_attention(q[rows], keys, values, scale, window)
         return out
 
     def interleave_rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -295,14 +296,17 @@ def _gather(cache: Tensor, block_ids: Tensor, context_len: int) -> Tensor:
     return blocks.transpose(0, 1).flatten(1, 2)[:, :context_len]
 
 
-def _causal_attention(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+def _causal_attention(q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int) -> Tensor:
     """q: [S, Hq, D]; keys, values: [Hkv, C, D], the last S the queries' own. -> [S, Hq, D]."""
     q_len, num_heads, head_dim = q.shape
     num_kv_heads, context_len, _ = keys.shape
     grouped = q.transpose(0, 1).reshape(num_kv_heads, -1, q_len, head_dim)
     scores = scale * (grouped.float() @ keys.float()[:, None].transpose(-1, -2))
     last_key = torch.arange(context_len - q_len, context_len, device=q.device)[:, None]
-    hidden = torch.arange(context_len, device=q.device)[None, :] > last_key  # [S, C]
+    positions = torch.arange(context_len, device=q.device)[None, :]
+    hidden = positions > last_key  # [S, C]
+    if window:
+        hidden |= positions <= last_key - window
     weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
     out = weights @ values.float()[:, None]  # [Hkv, G, S, D]
     return out.reshape(num_heads, q_len, head_dim).transpose(0, 1).to(q.dtype)

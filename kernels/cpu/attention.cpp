@@ -27,13 +27,14 @@ namespace {
 
 constexpr int64_t kTileKeys = 128;
 constexpr int64_t kBlockRows = 48;        // rows whose scores are held at once: 24 KB
-constexpr int64_t kMaxSplitRows = 48;     // up to here an item is a single key tile
+constexpr int64_t kMaxSplitRows = 48;     // up to here an item is a single key tile,
+constexpr int64_t kMaxSplitQueries = 8;   // and also with so few queries of however many heads
 constexpr int64_t kMaxItemRows = 192;     // rows that share one transposed key tile
 constexpr int64_t kMinRunForInPlace = 8;  // smaller blocks are copied together before P V
 
 struct Item {
   int64_t seq, kv_head, first_query, num_queries, first_tile, num_tiles;
-  float* partials;  // [rows, head_dim padded + 2] of a split item, or null
+  float* partials;  // [rows, value_dim padded + 2] of a split item, or null
 };
 
 class Attention {
@@ -41,7 +42,8 @@ class Attention {
   explicit Attention(const AttentionArgs& args)
       : args_(args),
         group_(args.num_heads / args.num_kv_heads),
-        dim_(round_up<int64_t>(args.head_dim, kLanes)),
+        key_dim_(args.parts[0].dim + args.parts[1].dim),
+        dim_(round_up<int64_t>(args.value_dim, kLanes)),
         run_(std::min(args.block_size, kTileKeys)) {}
 
   void run() {
@@ -68,15 +70,16 @@ class Attention {
     explicit Scratch(const Attention& a) {
       // NOTE: kept for the life of the thread; a fresh one would be paged in anew in every layer.
       thread_local std::vector<float> floats;
-      const int64_t rows = std::max(kMaxItemRows, a.group_);
-      const int64_t wanted =
-          a.dim_ * (2 * rows + kBlockRows + 2 * kTileKeys) + kBlockRows * kTileKeys + 4 * rows;
+      const int64_t rows = std::max(kMaxItemRows, kMaxSplitQueries * a.group_);
+      const int64_t wanted = a.key_dim_ * (rows + kTileKeys) +
+                             a.dim_ * (rows + kBlockRows + kTileKeys) + kBlockRows * kTileKeys +
+                             4 * rows;
       if (static_cast<int64_t>(floats.size()) < wanted) floats.resize(wanted);
       q = floats.data();
-      out = q + rows * a.dim_;
+      out = q + rows * a.key_dim_;
       partial = out + rows * a.dim_;
       keys = partial + kBlockRows * a.dim_;
-      values = keys + kTileKeys * a.dim_;
+      values = keys + kTileKeys * a.key_dim_;
       scores = values + kTileKeys * a.dim_;
       max = scores + kBlockRows * kTileKeys;
       sum = max + rows;
@@ -96,11 +99,20 @@ class Attention {
     return args_.context_lens[seq] - query_len(seq) + query + 1;
   }
 
+  // The first key that query `query` of `seq` sees.
+  int64_t first_seen(int64_t seq, int64_t query) const {
+    return args_.window ? std::max<int64_t>(0, limit(seq, query) - args_.window) : 0;
+  }
+
+  bool is_split(int64_t seq) const {
+    return query_len(seq) <= kMaxSplitQueries || query_len(seq) * group_ <= kMaxSplitRows;
+  }
+
   void plan() {
     int64_t partial_floats = 0, prefill_rows = 0;
     for (int64_t seq = 0; seq < args_.num_seqs; ++seq) {
       const int64_t rows = query_len(seq) * group_;
-      if (rows <= kMaxSplitRows)
+      if (is_split(seq))
         partial_floats += args_.num_kv_heads * num_tiles(seq) * rows * (dim_ + 2);
       else
         prefill_rows += args_.num_kv_heads * rows;
@@ -112,7 +124,7 @@ class Attention {
     const int64_t item_queries = std::max<int64_t>(1, item_rows / group_);
     float* partials = workspace_.get();
     for (int64_t seq = 0; seq < args_.num_seqs; ++seq) {
-      if (query_len(seq) * group_ <= kMaxSplitRows)
+      if (is_split(seq))
         partials = plan_split(seq, partials);
       else
         plan_whole(seq, item_queries);
@@ -123,15 +135,16 @@ class Attention {
   }
 
   int64_t num_tiles(int64_t seq) const {
-    return ceil_div<int64_t>(args_.context_lens[seq], kTileKeys);
+    return ceil_div<int64_t>(args_.context_lens[seq], kTileKeys) - first_seen(seq, 0) / kTileKeys;
   }
 
   float* plan_split(int64_t seq, float* partials) {
     const int64_t queries = query_len(seq), tiles = num_tiles(seq);
     if (queries == 0) return partials;
+    const int64_t first_tile = first_seen(seq, 0) / kTileKeys;
     for (int64_t head = 0; head < args_.num_kv_heads; ++head) {
-      folds_.push_back({seq, head, 0, queries, 0, tiles, partials});
-      for (int64_t tile = 0; tile < tiles; ++tile) {
+      folds_.push_back({seq, head, 0, queries, first_tile, tiles, partials});
+      for (int64_t tile = first_tile; tile < first_tile + tiles; ++tile) {
         items_.push_back({seq, head, 0, queries, tile, 1, partials});
         partials += queries * group_ * (dim_ + 2);
       }
@@ -145,8 +158,9 @@ class Attention {
     for (int64_t head = 0; head < args_.num_kv_heads; ++head) {
       for (int64_t first = 0; first < queries; first += item_queries) {
         const int64_t count = std::min(item_queries, queries - first);
-        const int64_t tiles = ceil_div<int64_t>(limit(seq, first + count - 1), kTileKeys);
-        items_.push_back({seq, head, first, count, 0, tiles, nullptr});
+        const int64_t first_tile = first_seen(seq, first) / kTileKeys;
+        const int64_t end_tile = ceil_div<int64_t>(limit(seq, first + count - 1), kTileKeys);
+        items_.push_back({seq, head, first, count, first_tile, end_tile - first_tile, nullptr});
       }
     }
   }
@@ -178,10 +192,10 @@ class Attention {
   };
 
   // Where a tile's rows [key, ...) lie in a cache, if there are any.
-  const char* address(const Item& item, const float* cache, int64_t key) const {
+  const char* address(const Item& item, const float* cache, int64_t dim, int64_t key) const {
     if (key >= args_.context_lens[item.seq]) return nullptr;
     const float* rows;
-    find_run(item, cache, key, 1, rows);
+    find_run(item, cache, dim, key, 1, rows);
     return reinterpret_cast<const char*>(rows);
   }
 
@@ -196,14 +210,15 @@ class Attention {
       return;
     }
     for (int64_t key = 0; key < num_keys; key += kTileCols)
-      multiply_rows<kTileVecs>({s.q + row * dim_, dim_, s.keys + key * args_.head_dim, kTileCols,
-                                args_.head_dim, s.scores + key, kTileKeys, false,
-                                row == 0 ? address(item, args_.v_cache, first_key + key) : nullptr},
-                               rows);
+      multiply_rows<kTileVecs>(
+          {s.q + row * key_dim_, key_dim_, s.keys + key * key_dim_, kTileCols, key_dim_,
+           s.scores + key, kTileKeys, false,
+           row == 0 ? address(item, args_.v_cache, args_.value_dim, first_key + key) : nullptr},
+          rows);
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t query = item.first_query + (row + r) / group_;
-      softmax(s.scores + r * kTileKeys, limit(item.seq, query) - first_key, num_keys, s.tile_max[r],
-              s.tile_sum[r]);
+      softmax(s.scores + r * kTileKeys, first_seen(item.seq, query) - first_key,
+              limit(item.seq, query) - first_key, num_keys, s.tile_max[r], s.tile_sum[r]);
     }
     weigh_values(item, first_key, num_keys, rows, next, s);
     for (int64_t r = 0; r < rows; ++r) {
@@ -219,53 +234,62 @@ class Attention {
     }
   }
 
-  // Scaled, so that the scores need no further pass. -> [rows, dim_], row = query * group_ + head
-  // of the group.
+  // Scaled, so that the scores need no further pass. -> [rows, key_dim_], row = query * group_ +
+  // head of the group.
   void load_queries(const Item& item, float* q) const {
     const int64_t first = args_.cu_seqlens_q[item.seq] + item.first_query;
     for (int64_t query = 0; query < item.num_queries; ++query) {
-      for (int64_t g = 0; g < group_; ++g, q += dim_) {
-        const float* from = args_.q + (first + query) * args_.q_token_stride +
-                            (item.kv_head * group_ + g) * args_.q_head_stride;
-        for (int64_t d = 0; d < args_.head_dim; ++d) q[d] = from[d] * args_.scale;
+      for (int64_t g = 0; g < group_; ++g) {
+        for (const QueryKey& part : args_.parts) {
+          const float* from = part.q + (first + query) * part.q_token_stride +
+                              (item.kv_head * group_ + g) * part.q_head_stride;
+          for (int64_t d = 0; d < part.dim; ++d) *q++ = from[d] * args_.scale;
+        }
       }
     }
   }
 
-  // Rows [key, key + return value) of a head's cache that lie one after the other, at most
-  // `wanted`.
-  int64_t find_run(const Item& item, const float* cache, int64_t key, int64_t wanted,
+  // Rows [key, key + return value) of a head's cache of `dim` wide rows that lie one after the
+  // other, at most `wanted`.
+  int64_t find_run(const Item& item, const float* cache, int64_t dim, int64_t key, int64_t wanted,
                    const float*& rows) const {
     const int64_t offset = key % args_.block_size;
     const int64_t block =
         args_.block_table[item.seq * args_.block_table_stride + key / args_.block_size];
-    rows = cache + ((block * args_.num_kv_heads + item.kv_head) * args_.block_size + offset) *
-                       args_.head_dim;
+    rows = cache +
+           ((block * args_.num_kv_heads + item.kv_head) * args_.block_size + offset) * dim;
     return std::min(wanted, args_.block_size - offset);
   }
 
   // Panels [kTileCols keys wide]: keys[panel][d][key], zero where there is no key.
   void load_keys(const Item& item, int64_t first_key, int64_t num_keys, float* keys) const {
-    const int64_t head_dim = args_.head_dim;
-    for (int64_t panel = 0; panel < num_keys; panel += kTileCols, keys += kTileCols * head_dim) {
+    for (int64_t panel = 0; panel < num_keys; panel += kTileCols) {
       const int64_t in_panel = std::min<int64_t>(kTileCols, num_keys - panel);
-      for (int64_t key = 0; key < in_panel;) {
-        const float* rows;
-        const int64_t run =
-            find_run(item, args_.k_cache, first_key + panel + key, in_panel - key, rows);
-        const int64_t padded = key + run == in_panel ? kTileCols - key : run;
-        transpose_padded(rows, head_dim, run, head_dim, keys + key, kTileCols, padded);
-        key += run;
+      for (const QueryKey& part : args_.parts) {
+        if (part.dim == 0) continue;
+        for (int64_t key = 0; key < in_panel;) {
+          const float* rows;
+          const int64_t run = find_run(item, part.k_cache, part.dim, first_key + panel + key,
+                                       in_panel - key, rows);
+          const int64_t padded = key + run == in_panel ? kTileCols - key : run;
+          transpose_padded(rows, part.dim, run, part.dim, keys + key, kTileCols, padded);
+          key += run;
+        }
+        keys += kTileCols * part.dim;
       }
     }
   }
 
-  // scores -> exp(score - max); zero from `visible` on. Scores are padded to whole tile columns.
-  static void softmax(float* scores, int64_t visible, int64_t num_keys, float& max, float& sum) {
+  // scores -> exp(score - max) in [first, visible), zero elsewhere. Scores are padded to whole tile
+  // columns.
+  static void softmax(float* scores, int64_t first, int64_t visible, int64_t num_keys, float& max,
+                      float& sum) {
     const int64_t padded = round_up<int64_t>(num_keys, kLanes);
     visible = std::clamp<int64_t>(visible, 0, num_keys);
+    first = std::clamp<int64_t>(first, 0, visible);
+    std::fill(scores, scores + first, kMinusInf);
     std::fill(scores + visible, scores + padded, kMinusInf);
-    if (visible == 0) {
+    if (visible == first) {
       std::fill_n(scores, padded, 0.f);
       max = kMinusInf;
       sum = 0.f;
@@ -288,20 +312,24 @@ class Attention {
   // partial[rows, dim_] = scores[rows, num_keys] V; V in place where blocks are long enough.
   void weigh_values(const Item& item, int64_t first_key, int64_t num_keys, int64_t rows,
                     Following next, Scratch& s) const {
-    const int64_t head_dim = args_.head_dim;
-    const bool in_place = run_ >= kMinRunForInPlace && head_dim == dim_;
+    const int64_t value_dim = args_.value_dim;
+    const bool in_place = run_ >= kMinRunForInPlace && value_dim == dim_;
+    const QueryKey& next_keys = args_.parts[0];
     for (int64_t key = 0; key < num_keys;) {
       const float* values;
-      const int64_t run = find_run(item, args_.v_cache, first_key + key, num_keys - key, values);
+      const int64_t run =
+          find_run(item, args_.v_cache, value_dim, first_key + key, num_keys - key, values);
       if (in_place) {
-        multiply({s.scores + key, kTileKeys, values, head_dim, run, s.partial, dim_, key > 0,
-                  next.item ? address(*next.item, args_.k_cache, next.first_key + key) : nullptr},
+        multiply({s.scores + key, kTileKeys, values, value_dim, run, s.partial, dim_, key > 0,
+                  next.item ? address(*next.item, next_keys.k_cache, next_keys.dim,
+                                      next.first_key + key)
+                            : nullptr},
                  rows, dim_);
       } else {
         for (int64_t i = 0; i < run; ++i) {
           float* to = s.values + (key + i) * dim_;
-          std::memcpy(to, values + i * head_dim, head_dim * sizeof(float));
-          std::fill(to + head_dim, to + dim_, 0.f);
+          std::memcpy(to, values + i * value_dim, value_dim * sizeof(float));
+          std::fill(to + value_dim, to + dim_, 0.f);
         }
       }
       key += run;
@@ -343,16 +371,17 @@ class Attention {
     const int64_t first = args_.cu_seqlens_q[item.seq] + item.first_query;
     for (int64_t row = 0; row < item.num_queries * group_; ++row) {
       const int64_t head = item.kv_head * group_ + row % group_;
-      float* to = args_.out + ((first + row / group_) * args_.num_heads + head) * args_.head_dim;
+      float* to = args_.out + ((first + row / group_) * args_.num_heads + head) * args_.value_dim;
       const float norm = s.sum[row] == 0.f ? 0.f : 1.f / s.sum[row];
-      for (int64_t d = 0; d < args_.head_dim; ++d) to[d] = s.out[row * dim_ + d] * norm;
+      for (int64_t d = 0; d < args_.value_dim; ++d) to[d] = s.out[row * dim_ + d] * norm;
     }
   }
 
   const AttentionArgs& args_;
-  const int64_t group_;  // query heads per KV head
-  const int64_t dim_;    // head_dim padded to whole vectors
-  const int64_t run_;    // keys that may lie one after the other
+  const int64_t group_;    // query heads per KV head
+  const int64_t key_dim_;  // both parts
+  const int64_t dim_;      // value_dim padded to whole vectors
+  const int64_t run_;      // keys that may lie one after the other
   bool has_whole_items_ = false;
   std::vector<Item> items_;
   std::vector<Item> folds_;

@@ -37,7 +37,8 @@ void check_caches(const Tensor& k_cache, const Tensor& v_cache, int64_t num_head
                   int64_t head_dim) {
   check_contiguous(k_cache, "k_cache", 4);
   check_contiguous(v_cache, "v_cache", 4);
-  TORCH_CHECK(k_cache.sizes() == v_cache.sizes(), "k_cache and v_cache differ in shape");
+  for (int64_t dim = 0; dim < 3; ++dim)
+    TORCH_CHECK(k_cache.size(dim) == v_cache.size(dim), "k_cache and v_cache differ in shape");
   check_size(k_cache.size(3), head_dim, "head_dim of the cache");
   TORCH_CHECK(k_cache.size(1) > 0 && num_heads % k_cache.size(1) == 0, num_heads,
               " query heads are no multiple of ", k_cache.size(1), " KV heads");
@@ -81,9 +82,15 @@ void check_sequences(const Tensor& block_table, const Tensor& cu_seqlens_q,
   }
 }
 
-Tensor paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
-                       const Tensor& block_table, const Tensor& cu_seqlens_q,
-                       const Tensor& context_lens, double scale) {
+pdserve::QueryKey query_key(const Tensor& q, const Tensor& k_cache) {
+  return {q.const_data_ptr<float>(), q.stride(0), q.stride(1), k_cache.const_data_ptr<float>(),
+          q.size(2)};
+}
+
+// Attention whose args lack nothing but what is alike for all kinds of caches.
+Tensor attend(pdserve::AttentionArgs& args, const Tensor& q, const Tensor& k_cache,
+              const Tensor& v_cache, const Tensor& block_table, const Tensor& cu_seqlens_q,
+              const Tensor& context_lens, double scale) {
   check_float(q, "q", 3);
   check_caches(k_cache, v_cache, q.size(1), q.size(2));
   check_int(block_table, "block_table", 2);
@@ -91,13 +98,10 @@ Tensor paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_c
   check_int(context_lens, "context_lens", 1);
   check_sequences(block_table, cu_seqlens_q, context_lens, q.size(0), k_cache.size(0),
                   k_cache.size(2));
-  Tensor out = at::empty(q.sizes(), q.options());
-  pdserve::AttentionArgs args{};
-  args.q = q.const_data_ptr<float>();
-  args.q_token_stride = q.stride(0);
-  args.q_head_stride = q.stride(1);
-  args.k_cache = k_cache.const_data_ptr<float>();
+  Tensor out = at::empty({q.size(0), q.size(1), v_cache.size(3)}, q.options());
+  args.parts[0] = query_key(q, k_cache);
   args.v_cache = v_cache.const_data_ptr<float>();
+  args.value_dim = v_cache.size(3);
   args.block_table = block_table.const_data_ptr<int32_t>();
   args.block_table_stride = block_table.size(1);
   args.cu_seqlens_q = cu_seqlens_q.const_data_ptr<int32_t>();
@@ -106,11 +110,79 @@ Tensor paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_c
   args.num_seqs = context_lens.numel();
   args.num_heads = q.size(1);
   args.num_kv_heads = k_cache.size(1);
-  args.head_dim = q.size(2);
   args.block_size = k_cache.size(2);
   args.scale = static_cast<float>(scale);
   pdserve::paged_attention(args);
   return out;
+}
+
+Tensor paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+                       const Tensor& block_table, const Tensor& cu_seqlens_q,
+                       const Tensor& context_lens, double scale, int64_t window) {
+  TORCH_CHECK(window >= 0, "window is ", window);
+  pdserve::AttentionArgs args{};
+  args.window = window;
+  return attend(args, q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, scale);
+}
+
+Tensor mla_paged_attention(const Tensor& q_latent, const Tensor& q_rope, const Tensor& latent_cache,
+                           const Tensor& rope_cache, const Tensor& block_table,
+                           const Tensor& cu_seqlens_q, const Tensor& context_lens, double scale) {
+  check_float(q_rope, "q_rope", 3);
+  check_caches(latent_cache, rope_cache, q_latent.size(1), q_latent.size(2));
+  check_size(latent_cache.size(1), 1, "heads of the latent cache");
+  check_size(q_rope.size(0), q_latent.size(0), "tokens of q_rope");
+  check_size(q_rope.size(1), q_latent.size(1), "heads of q_rope");
+  check_size(q_rope.size(2), rope_cache.size(3), "width of q_rope");
+  pdserve::AttentionArgs args{};
+  args.parts[1] = query_key(q_rope, rope_cache);
+  return attend(args, q_latent, latent_cache, latent_cache, block_table, cu_seqlens_q, context_lens,
+                scale);
+}
+
+void check_slots(const Tensor& slot_mapping, int64_t num_tokens, int64_t num_slots) {
+  check_int(slot_mapping, "slot_mapping", 1);
+  check_size(slot_mapping.numel(), num_tokens, "length of slot_mapping");
+  const int32_t* slots = slot_mapping.const_data_ptr<int32_t>();
+  for (int64_t t = 0; t < num_tokens; ++t)
+    TORCH_CHECK_INDEX(slots[t] >= -1 && slots[t] < num_slots, "slot ", slots[t], " of ", num_slots);
+}
+
+void check_angles(const Tensor& cos, const Tensor& sin, int64_t num_tokens, int64_t dim) {
+  TORCH_CHECK(dim % 2 == 0, "rotated width ", dim, " is odd");
+  for (const Tensor* t : {&cos, &sin}) {
+    check_contiguous(*t, "cos and sin", 2);
+    check_size(t->size(0), num_tokens, "rows of cos and sin");
+    check_size(t->size(1), dim / 2, "width of cos and sin");
+  }
+}
+
+Tensor interleave_rope(const Tensor& x, const Tensor& cos, const Tensor& sin) {
+  check_float(x, "x", 3);
+  check_angles(cos, sin, x.size(0), x.size(2));
+  Tensor out = at::empty(x.sizes(), x.options());
+  pdserve::interleave_rope({x.const_data_ptr<float>(), x.size(0), x.size(1), x.stride(0),
+                            x.stride(1), x.size(2)},
+                           cos.const_data_ptr<float>(), sin.const_data_ptr<float>(),
+                           out.mutable_data_ptr<float>());
+  return out;
+}
+
+void kv_rmsnorm_rope(const Tensor& kv, const Tensor& weight, const Tensor& cos, const Tensor& sin,
+                     Tensor& latent_cache, Tensor& rope_cache, const Tensor& slot_mapping,
+                     double eps) {
+  check_float(kv, "kv", 2);
+  check_contiguous(weight, "weight", 1);
+  check_caches(latent_cache, rope_cache, 1, weight.numel());
+  check_size(kv.size(1), latent_cache.size(3) + rope_cache.size(3), "width of kv");
+  check_angles(cos, sin, kv.size(0), rope_cache.size(3));
+  check_slots(slot_mapping, kv.size(0), latent_cache.size(0) * latent_cache.size(2));
+  pdserve::kv_rmsnorm_rope(
+      {kv.const_data_ptr<float>(), kv.stride(0), weight.const_data_ptr<float>(),
+       cos.const_data_ptr<float>(), sin.const_data_ptr<float>(),
+       latent_cache.mutable_data_ptr<float>(), rope_cache.mutable_data_ptr<float>(),
+       slot_mapping.const_data_ptr<int32_t>(), kv.size(0), latent_cache.size(3), rope_cache.size(3),
+       static_cast<float>(eps)});
 }
 
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
@@ -146,25 +218,14 @@ Tensor rotary_kv_write(const Tensor& q, const Tensor& k, const Tensor& v, const 
   check_float(q, "q", 3);
   check_float(k, "k", 3);
   check_float(v, "v", 3);
-  check_contiguous(cos, "cos", 2);
-  check_contiguous(sin, "sin", 2);
-  check_int(slot_mapping, "slot_mapping", 1);
   const int64_t num_tokens = q.size(0), head_dim = q.size(2);
   check_caches(k_cache, v_cache, q.size(1), head_dim);
   TORCH_CHECK(k.sizes() == v.sizes(), "k and v differ in shape");
   check_size(k.size(0), num_tokens, "tokens of k");
   check_size(k.size(1), k_cache.size(1), "heads of k");
   check_size(k.size(2), head_dim, "head_dim of k");
-  check_size(slot_mapping.numel(), num_tokens, "length of slot_mapping");
-  TORCH_CHECK(head_dim % 2 == 0, "head_dim ", head_dim, " is odd");
-  for (const Tensor* t : {&cos, &sin}) {
-    check_size(t->size(0), num_tokens, "rows of cos and sin");
-    check_size(t->size(1), head_dim / 2, "width of cos and sin");
-  }
-  const int64_t num_slots = k_cache.size(0) * k_cache.size(2);
-  const int32_t* slots = slot_mapping.const_data_ptr<int32_t>();
-  for (int64_t t = 0; t < num_tokens; ++t)
-    TORCH_CHECK_INDEX(slots[t] >= -1 && slots[t] < num_slots, "slot ", slots[t], " of ", num_slots);
+  check_angles(cos, sin, num_tokens, head_dim);
+  check_slots(slot_mapping, num_tokens, k_cache.size(0) * k_cache.size(2));
   Tensor out = at::empty(q.sizes(), q.options());
   pdserve::RotaryArgs args{};
   args.q = q.const_data_ptr<float>();
@@ -180,7 +241,7 @@ Tensor rotary_kv_write(const Tensor& q, const Tensor& k, const Tensor& v, const 
   args.sin = sin.const_data_ptr<float>();
   args.k_cache = k_cache.mutable_data_ptr<float>();
   args.v_cache = v_cache.mutable_data_ptr<float>();
-  args.slot_mapping = slots;
+  args.slot_mapping = slot_mapping.const_data_ptr<int32_t>();
   args.q_out = out.mutable_data_ptr<float>();
   args.num_tokens = num_tokens;
   args.num_heads = q.size(1);
@@ -294,7 +355,14 @@ Tensor linear_int8(const Tensor& x, const Tensor& packed, const Tensor& scale,
 TORCH_LIBRARY(pdserve_cpu, m) {
   m.def(
       "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, "
-      "Tensor cu_seqlens_q, Tensor context_lens, float scale) -> Tensor");
+      "Tensor cu_seqlens_q, Tensor context_lens, float scale, int window=0) -> Tensor");
+  m.def(
+      "mla_paged_attention(Tensor q_latent, Tensor q_rope, Tensor latent_cache, Tensor rope_cache, "
+      "Tensor block_table, Tensor cu_seqlens_q, Tensor context_lens, float scale) -> Tensor");
+  m.def("interleave_rope(Tensor x, Tensor cos, Tensor sin) -> Tensor");
+  m.def(
+      "kv_rmsnorm_rope(Tensor kv, Tensor weight, Tensor cos, Tensor sin, Tensor(a!) latent_cache, "
+      "Tensor(b!) rope_cache, Tensor slot_mapping, float eps) -> ()");
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("add_rms_norm(Tensor x, Tensor(a!) residual, Tensor weight, float eps) -> Tensor");
   m.def(
@@ -313,6 +381,9 @@ TORCH_LIBRARY(pdserve_cpu, m) {
 
 TORCH_LIBRARY_IMPL(pdserve_cpu, CPU, m) {
   m.impl("paged_attention", paged_attention);
+  m.impl("mla_paged_attention", mla_paged_attention);
+  m.impl("interleave_rope", interleave_rope);
+  m.impl("kv_rmsnorm_rope", kv_rmsnorm_rope);
   m.impl("rms_norm", rms_norm);
   m.impl("add_rms_norm", add_rms_norm);
   m.impl("rotary_kv_write", rotary_kv_write);

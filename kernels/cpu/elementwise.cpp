@@ -42,6 +42,24 @@ inline void rotate(const float* x, const float* cos, const float* sin, int64_t h
   });
 }
 
+inline float sum_of_squares(const float* x, int64_t dim) {
+  Vec squares(0.f);
+  for_vectors(dim, [&](int64_t d, int live) {
+    const Vec v = load(x + d, live);
+    squares = at::vec::fmadd(v, v, squares);
+  });
+  return sum_lanes(squares);
+}
+
+inline void rotate_pairs(const float* x, const float* cos, const float* sin, int64_t half,
+                         float* out) {
+  for (int64_t i = 0; i < half; ++i) {
+    const float first = x[2 * i], second = x[2 * i + 1];
+    out[i] = first * cos[i] - second * sin[i];
+    out[half + i] = second * cos[i] + first * sin[i];
+  }
+}
+
 }  // namespace
 
 void rms_norm(const NormRows& rows, const float* weight, float eps, float* out) {
@@ -50,12 +68,7 @@ void rms_norm(const NormRows& rows, const float* weight, float eps, float* out) 
         for (int64_t row = begin; row < end; ++row) {
           const float* x =
               rows.x + row / rows.inner * rows.outer_stride + row % rows.inner * rows.inner_stride;
-          Vec squares(0.f);
-          for_vectors(rows.dim, [&](int64_t d, int live) {
-            const Vec v = load(x + d, live);
-            squares = at::vec::fmadd(v, v, squares);
-          });
-          normalise(x, sum_lanes(squares), weight, eps, rows.dim, out + row * rows.dim);
+          normalise(x, sum_of_squares(x, rows.dim), weight, eps, rows.dim, out + row * rows.dim);
         }
       });
 }
@@ -97,6 +110,33 @@ void rotary_kv_write(const RotaryArgs& a) {
       }
     }
   });
+}
+
+void interleave_rope(const HeadRows& r, const float* cos, const float* sin, float* out) {
+  const int64_t half = r.dim / 2;
+  at::parallel_for(
+      0, r.num_tokens, rows_per_task(r.num_heads * r.dim), [&](int64_t begin, int64_t end) {
+        for (int64_t t = begin; t < end; ++t)
+          for (int64_t h = 0; h < r.num_heads; ++h)
+            rotate_pairs(r.x + t * r.token_stride + h * r.head_stride, cos + t * half,
+                         sin + t * half, half, out + (t * r.num_heads + h) * r.dim);
+      });
+}
+
+void kv_rmsnorm_rope(const LatentArgs& a) {
+  const int64_t half = a.rope_dim / 2;
+  at::parallel_for(
+      0, a.num_tokens, rows_per_task(a.rank + a.rope_dim), [&](int64_t begin, int64_t end) {
+        for (int64_t t = begin; t < end; ++t) {
+          const int64_t slot = a.slot_mapping[t];
+          if (slot < 0) continue;
+          const float* latent = a.kv + t * a.ld_kv;
+          normalise(latent, sum_of_squares(latent, a.rank), a.weight, a.eps, a.rank,
+                    a.latent_cache + slot * a.rank);
+          rotate_pairs(latent + a.rank, a.cos + t * half, a.sin + t * half, half,
+                       a.rope_cache + slot * a.rope_dim);
+        }
+      });
 }
 
 void silu_mul(const float* gate_up, int64_t ld, int64_t rows, int64_t dim, float* out) {

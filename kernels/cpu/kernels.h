@@ -6,17 +6,26 @@
 
 namespace pdserve {
 
-struct AttentionArgs {
-  const float* q;  // [T, Hq, D]
+// A query, and the cache that its keys are in.
+struct QueryKey {
+  const float* q;  // [T, Hq, dim]
   int64_t q_token_stride, q_head_stride;
-  const float* k_cache;  // [num_blocks, Hkv, block_size, D], contiguous
-  const float* v_cache;
+  const float* k_cache;  // [num_blocks, Hkv, block_size, dim], contiguous
+  int64_t dim;
+};
+
+struct AttentionArgs {
+  // Scores are the sum over both parts; the second one has dim 0 except in latent attention.
+  QueryKey parts[2];
+  const float* v_cache;  // [num_blocks, Hkv, block_size, value_dim]
+  int64_t value_dim;
   const int32_t* block_table;  // [N, block_table_stride]
   int64_t block_table_stride;
   const int32_t* cu_seqlens_q;  // [N + 1]
   const int32_t* context_lens;  // [N]
-  float* out;                   // [T, Hq, D], contiguous
-  int64_t num_seqs, num_heads, num_kv_heads, head_dim, block_size;
+  float* out;                   // [T, Hq, value_dim], contiguous
+  int64_t num_seqs, num_heads, num_kv_heads, block_size;
+  int64_t window;  // a query sees this many keys up to its own; 0: all
   float scale;
 };
 
@@ -46,6 +55,28 @@ struct RotaryArgs {
 };
 
 void rotary_kv_write(const RotaryArgs& args);
+
+// Heads of a token, each dim wide.
+struct HeadRows {
+  const float* x;
+  int64_t num_tokens, num_heads, token_stride, head_stride, dim;
+};
+
+// Pairs of neighbours, rotated; out: [T, H, dim], first of all pairs, then second of all pairs.
+void interleave_rope(const HeadRows& rows, const float* cos, const float* sin, float* out);
+
+struct LatentArgs {
+  const float* kv;  // [T, rank + rope_dim]
+  int64_t ld_kv;
+  const float *weight, *cos, *sin;
+  float *latent_cache, *rope_cache;
+  const int32_t* slot_mapping;
+  int64_t num_tokens, rank, rope_dim;
+  float eps;
+};
+
+// Caches have one head, so that a slot is a row.
+void kv_rmsnorm_rope(const LatentArgs& args);
 
 void silu_mul(const float* gate_up, int64_t ld, int64_t rows, int64_t dim, float* out);
 

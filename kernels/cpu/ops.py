@@ -13,6 +13,9 @@ from kernels.gating import Gating
 from kernels.reference import LinearPerGroup, ReferenceOps
 from kernels.routing import gating_topk
 
+# Expanded keys and values of latent attention that exist at once: 64 MiB.
+_EXPANDED_FLOATS = 1 << 24
+
 
 class CpuLinear:
     """A weight packed into panels, and the only copy of it."""
@@ -156,16 +159,18 @@ class CpuOps:
         context_lens: Tensor,
         scale: float,
         max_seqlen_q: int,
+        window: int = 0,
     ) -> Tensor:
         """See `Ops.paged_attention`; a query's result is the same in any batch or chunking."""
         result: Tensor = torch.ops.pdserve_cpu.paged_attention(
-            q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, scale
+            q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, scale, window
         )
         return result
 
     def interleave_rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """See `Ops.interleave_rope`."""
-        return mla.interleave_rope(x, cos, sin)
+        result: Tensor = torch.ops.pdserve_cpu.interleave_rope(x, cos, sin)
+        return result
 
     def kv_rmsnorm_rope(
         self,
@@ -179,7 +184,9 @@ class CpuOps:
         eps: float,
     ) -> None:
         """See `Ops.kv_rmsnorm_rope`."""
-        mla.kv_rmsnorm_rope(kv, weight, cos, sin, latent_cache, rope_cache, slot_mapping, eps)
+        torch.ops.pdserve_cpu.kv_rmsnorm_rope(
+            kv, weight, cos, sin, latent_cache, rope_cache, slot_mapping, eps
+        )
 
     def head_matmul(self, x: Tensor, weight: Tensor) -> Tensor:
         """See `Ops.head_matmul`."""
@@ -197,8 +204,8 @@ class CpuOps:
         scale: float,
         max_seqlen_q: int,
     ) -> Tensor:
-        """See `Ops.mla_paged_attention`."""
-        return mla.paged_attention(
+        """See `Ops.mla_paged_attention`; a query's result is the same in any batch."""
+        result: Tensor = torch.ops.pdserve_cpu.mla_paged_attention(
             q_latent,
             q_rope,
             latent_cache,
@@ -208,6 +215,7 @@ class CpuOps:
             context_lens,
             scale,
         )
+        return result
 
     def mla_prefill_attention(
         self,
@@ -223,19 +231,18 @@ class CpuOps:
         scale: float,
         max_seqlen_q: int,
     ) -> Tensor:
-        """See `Ops.mla_prefill_attention`."""
-        return mla.prefill_attention(
-            q_nope,
-            q_rope,
-            w_uk,
-            w_uv,
-            latent_cache,
-            rope_cache,
-            block_table,
-            cu_seqlens_q,
-            context_lens,
-            scale,
-        )
+        """See `Ops.mla_prefill_attention`; keys and values of a few heads at a time."""
+        out = q_nope.new_empty(*q_nope.shape[:2], w_uv.shape[2])
+        sequences = mla.sequences(latent_cache, rope_cache, block_table, cu_seqlens_q, context_lens)
+        for rows, latent, rope in sequences:
+            q = torch.cat([q_nope[rows], q_rope[rows]], dim=-1)
+            floats_per_head = len(latent) * (q.shape[2] + w_uv.shape[2])
+            step = max(1, _EXPANDED_FLOATS // floats_per_head)
+            for first in range(0, q.shape[1], step):
+                heads = slice(first, first + step)
+                keys, values = mla.expand(latent, rope, w_uk[heads], w_uv[heads])
+                out[rows, heads] = _attend_to(q[:, heads], keys, values, scale)
+        return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """See `Ops.silu_mul`."""
@@ -246,6 +253,21 @@ class CpuOps:
         """See `Ops.embedding`."""
         result: Tensor = torch.ops.pdserve_cpu.embedding(token_ids, weight)
         return result
+
+
+def _attend_to(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """Causal attention of one sequence. q: [S, H, D]; keys, values: [H, C, ...] -> [S, H, Dv]."""
+    context_len = keys.shape[1]
+    result: Tensor = torch.ops.pdserve_cpu.paged_attention(
+        q,
+        keys[None],  # a cache of one block
+        values[None],
+        torch.zeros(1, 1, dtype=torch.int32),
+        torch.tensor([0, len(q)], dtype=torch.int32),
+        torch.tensor([context_len], dtype=torch.int32),
+        scale,
+    )
+    return result
 
 
 @functools.cache
@@ -283,13 +305,22 @@ def _register_fakes() -> None:
     def fake_paged_attention(q: Tensor, *_: Tensor | float) -> Tensor:
         return q.new_empty(q.shape)
 
+    def fake_mla_paged_attention(q_latent: Tensor, *_: Tensor | float) -> Tensor:
+        return q_latent.new_empty(q_latent.shape)
+
+    def fake_interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return x.new_empty(x.shape)
+
+    def fake_kv_rmsnorm_rope(*_: Tensor | float) -> None:
+        return None
+
     def fake_silu_mul(gate_up: Tensor) -> Tensor:
         return gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
 
     def fake_embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
         return weight.new_empty((token_ids.shape[0], weight.shape[1]))
 
-    fakes: dict[str, Callable[..., Tensor]] = {
+    fakes: dict[str, Callable[..., Tensor | None]] = {
         "linear": fake_linear,
         "linear_int8": fake_linear_int8,
         "packed_rows": fake_packed_rows,
@@ -297,6 +328,9 @@ def _register_fakes() -> None:
         "add_rms_norm": fake_add_rms_norm,
         "rotary_kv_write": fake_rotary_kv_write,
         "paged_attention": fake_paged_attention,
+        "mla_paged_attention": fake_mla_paged_attention,
+        "interleave_rope": fake_interleave_rope,
+        "kv_rmsnorm_rope": fake_kv_rmsnorm_rope,
         "silu_mul": fake_silu_mul,
         "embedding": fake_embedding,
     }

@@ -20,6 +20,7 @@ class PagedBatch:
     cu_seqlens_q: Tensor
     context_lens: Tensor
     scale: float
+    window: int = 0
 
     def attend(self, ops: Ops) -> Tensor:
         return self.attend_with(ops, int(self.cu_seqlens_q.diff().max()))
@@ -34,6 +35,7 @@ class PagedBatch:
             self.context_lens,
             self.scale,
             max_seqlen_q,
+            self.window,
         )
 
     def only(self, seq: int, num_queries: int, context_len: int) -> "PagedBatch":
@@ -47,6 +49,7 @@ class PagedBatch:
             cu_seqlens_q=torch.tensor([0, num_queries], dtype=torch.int32),
             context_lens=torch.tensor([context_len], dtype=torch.int32),
             scale=self.scale,
+            window=self.window,
         )
 
 
@@ -58,6 +61,7 @@ def make_batch(
     head_dim: int,
     block_size: int,
     seed: int = 0,
+    window: int = 0,
 ) -> PagedBatch:
     """sequences: (queries, context length) of each."""
     generator = torch.Generator().manual_seed(seed)
@@ -88,6 +92,7 @@ def make_batch(
         cu_seqlens_q=starts.int(),
         context_lens=torch.tensor([context for _, context in sequences], dtype=torch.int32),
         scale=head_dim**-0.5,
+        window=window,
     )
 
 

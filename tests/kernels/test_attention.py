@@ -37,6 +37,37 @@ def test_attention_equals_the_reference_for_block_and_head_sizes(
     assert (batch.attend(cpu) - batch.attend(reference)).abs().max() < TOLERANCE
 
 
+@pytest.mark.parametrize("window", [1, 7, 64, 129, 2000])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(9, 3), (16, 1)])
+def test_attention_equals_the_reference_for_windows(
+    cpu: Ops, reference: Ops, num_heads: int, num_kv_heads: int, window: int
+) -> None:
+    batch = make_batch(
+        MIXED,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=32,
+        block_size=16,
+        window=window,
+    )
+    assert (batch.attend(cpu) - batch.attend(reference)).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("window", [1, 5, 40])
+def test_a_window_hides_all_but_the_last_keys(reference: Ops, window: int) -> None:
+    batch = make_batch(
+        [(70, 100)], num_heads=2, num_kv_heads=1, head_dim=16, block_size=8, window=window
+    )
+    out = batch.attend(reference)
+    blocks = batch.block_table[0, :13].long()
+    keys = batch.k_cache[blocks].flatten(0, 2)[:100]
+    values = batch.v_cache[blocks].flatten(0, 2)[:100]
+    for row in range(70):
+        seen = slice(max(0, 31 + row - window), 31 + row)
+        weights = (batch.scale * batch.q[row] @ keys[seen].T).softmax(-1)
+        torch.testing.assert_close(out[row], weights @ values[seen], rtol=0, atol=1e-5)
+
+
 def _decode_alone(batch: PagedBatch, seq: int, cpu: Ops) -> torch.Tensor:
     return batch.only(seq, 1, int(batch.context_lens[seq])).attend(cpu)[0]
 
