@@ -6,6 +6,8 @@ Architecture = Literal[
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
     "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",

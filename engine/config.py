@@ -121,6 +121,10 @@ class ModelConfig:
     """Its sparse layers; None if all are dense."""
     mla: MLAConfig | None = None
     """Its latent attention; None: grouped-query attention."""
+    sliding_window: Annotated[int, Ge(0)] = 0
+    """Keys that a query of the window layers sees, its own included; 0: there are none."""
+    window_layers: frozenset[int] = frozenset()
+    """Layers that attend with the window; the others see all keys."""
     num_mtp_layers: Annotated[int, Ge(0)] = 0
     """Layers after the last that predict tokens further ahead."""
     bos_token_id: int | None = None
@@ -129,6 +133,10 @@ class ModelConfig:
     """Any of these ends a generation."""
     dtype: str = "float32"
     """Type of the weights in the files; computation is in float32."""
+
+    def window(self, layer_idx: int) -> int:
+        """The window of a layer, as `Ops.paged_attention` takes it."""
+        return self.sliding_window if layer_idx in self.window_layers else 0
 
     @property
     def rotary_dim(self) -> int:

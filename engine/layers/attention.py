@@ -44,6 +44,7 @@ class Attention(nn.Module):
         self._head_dim = head_dim
         self._sizes = [len(q), len(kv), len(kv)]
         self._scale = head_dim**-0.5
+        self._window = config.window(layer_idx)
         self.qkv_proj = FusedLinear(
             config.hidden_size,
             {"q_proj": q, "k_proj": kv, "v_proj": kv},
@@ -79,6 +80,7 @@ class Attention(nn.Module):
             kv.context_lens,
             self._scale,
             kv.max_seqlen_q,
+            self._window,
         )
         # [T, heads, D] -> [T, hidden_size]
         return self._rows.reduce(self.o_proj(attended.flatten(1)))

@@ -11,6 +11,7 @@ from engine.layers.attention import OnLayer
 from engine.models.decoder import BuildLayer, DecoderForCausalLM
 from engine.models.deepseek_v3 import deepseek_layer
 from engine.models.llama import llama_layer
+from engine.models.mixtral import mixtral_layer
 from engine.models.qwen2 import qwen2_layer
 from engine.models.qwen3 import qwen3_layer
 from engine.models.qwen3_moe import qwen3_moe_layer
@@ -21,6 +22,8 @@ MODELS: dict[Architecture, BuildLayer] = {
     "DeepseekV2ForCausalLM": deepseek_layer,
     "DeepseekV3ForCausalLM": deepseek_layer,
     "LlamaForCausalLM": llama_layer,
+    "MistralForCausalLM": llama_layer,
+    "MixtralForCausalLM": mixtral_layer,
     "Qwen2ForCausalLM": qwen2_layer,
     "Qwen3ForCausalLM": qwen3_layer,
     "Qwen3MoeForCausalLM": qwen3_moe_layer,

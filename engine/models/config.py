@@ -10,6 +10,7 @@ from engine.models.deepseek_config import (
 )
 from engine.models.fields import Json, read_int
 from engine.models.rope_config import parse_rope_config
+from engine.models.window_config import parse_windows
 
 SPARSE = frozenset({"Qwen3MoeForCausalLM"})
 """Architectures with experts."""
@@ -31,7 +32,6 @@ def parse_model_config(config: Json, generation: Json | None = None) -> ModelCon
         raise UnsupportedModel(f"quantised safetensors ({method}) are not supported; use GGUF")
     if (act := config.get("hidden_act", "silu")) not in ("silu", "swish"):
         raise UnsupportedModel(f"hidden_act is {act!r}, supported: silu")
-    _refuse_windows(config)
     architecture = _architecture(config)
     hidden_size, num_heads = (
         read_int(config, "hidden_size"),
@@ -47,6 +47,7 @@ def parse_model_config(config: Json, generation: Json | None = None) -> ModelCon
         head_dim, num_kv_heads = mla.qk_nope_head_dim + mla.qk_rope_head_dim, 1
     else:
         head_dim = _head_dim(config, architecture, hidden_size // num_heads)
+    window, window_layers = parse_windows(config, architecture)
     return ModelConfig(
         architecture=architecture,
         vocab_size=read_int(config, "vocab_size"),
@@ -63,6 +64,8 @@ def parse_model_config(config: Json, generation: Json | None = None) -> ModelCon
         attention_bias=bool(config.get("attention_bias", False)),
         mlp_bias=bool(config.get("mlp_bias", False)),
         moe=_moe_config(config, architecture),
+        sliding_window=window,
+        window_layers=window_layers,
         mla=mla,
         num_mtp_layers=int(config.get("num_nextn_predict_layers") or 0),
         bos_token_id=config.get("bos_token_id"),
@@ -74,11 +77,34 @@ def parse_model_config(config: Json, generation: Json | None = None) -> ModelCon
 def _moe_config(config: Json, architecture: Architecture) -> MoEConfig | None:
     if architecture in DEEPSEEK:
         return parse_deepseek_moe_config(config, architecture)
+    if architecture == "MixtralForCausalLM":
+        return _mixtral_moe_config(config)
     return parse_moe_config(config) if architecture in SPARSE else None
 
 
 def _head_dim(config: Json, architecture: Architecture, default: int) -> int:
     return int(config.get("head_dim") or _HEAD_DIMS.get(architecture, default))
+
+
+def _experts(config: Json) -> tuple[int, int]:
+    num_experts = read_int(
+        config, "num_experts" if "num_experts" in config else "num_local_experts"
+    )
+    num_experts_per_tok = read_int(config, "num_experts_per_tok")
+    if not 1 <= num_experts_per_tok <= num_experts:
+        raise WeightsError(f"num_experts_per_tok is {num_experts_per_tok} of {num_experts} experts")
+    return num_experts, num_experts_per_tok
+
+
+def _mixtral_moe_config(config: Json) -> MoEConfig:
+    num_experts, num_experts_per_tok = _experts(config)
+    return MoEConfig(
+        num_experts=num_experts,
+        num_experts_per_tok=num_experts_per_tok,
+        intermediate_size=read_int(config, "intermediate_size"),
+        norm_topk_prob=True,
+        layers=frozenset(range(read_int(config, "num_hidden_layers"))),
+    )
 
 
 def parse_moe_config(config: Json) -> MoEConfig:
@@ -104,17 +130,6 @@ def parse_moe_config(config: Json) -> MoEConfig:
         norm_topk_prob=bool(config.get("norm_topk_prob", False)),
         layers=frozenset(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0),
     )
-
-
-def _refuse_windows(config: Json) -> None:
-    layer_types = config.get("layer_types")
-    if layer_types is not None:
-        if others := sorted(set(layer_types) - {"full_attention"}):
-            raise UnsupportedModel(
-                f"layer_types has {', '.join(others)}, supported: full_attention"
-            )
-    elif config.get("use_sliding_window"):
-        raise UnsupportedModel("use_sliding_window is true, supported: false (full attention)")
 
 
 def _architecture(config: Json) -> Architecture:

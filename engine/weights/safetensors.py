@@ -21,6 +21,12 @@ _STACKED_EXPERTS = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "down_proj": ("down_proj",),
 }
+_MIXTRAL_NAMES = {
+    ".block_sparse_moe.": ".mlp.",
+    ".w1.weight": ".gate_proj.weight",
+    ".w2.weight": ".down_proj.weight",
+    ".w3.weight": ".up_proj.weight",
+}
 DTYPES = frozenset({"F32", "F16", "BF16"})
 
 
@@ -74,13 +80,21 @@ def _tensors(path: Path, file: Any) -> Iterator[SourceTensor]:
                 f"{name} in {path} is {header.get_dtype()}, supported: {', '.join(sorted(DTYPES))}"
             )
         shape = tuple(header.get_shape())
+        our_name = _our_name(name)
         stem, _, projection = name.rpartition(".")
         if projection in _STACKED_EXPERTS and len(shape) == 3:
             yield from _experts(file, stem, projection, shape)
         else:
             yield SourceTensor(
-                name, shape, partial(file.get_tensor, name), partial(_read_part, file, name)
+                our_name, shape, partial(file.get_tensor, name), partial(_read_part, file, name)
             )
+
+
+def _our_name(name: str) -> str:
+    """Mixtral's files name experts in their own way."""
+    for theirs, ours in _MIXTRAL_NAMES.items():
+        name = name.replace(theirs, ours)
+    return name
 
 
 def _experts(

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from engine.errors import UnsupportedModel
 from engine.layers.layer import named_weights
 from engine.models import build_model
 from engine.models.config import parse_model_config
@@ -101,22 +100,3 @@ def test_the_weights_are_named_as_in_transformers(family: str) -> None:
     assert {name: tensor.shape for name, tensor in weights.items()} == {
         name: parameter.shape for name, parameter in hf.named_parameters()
     }
-
-
-def as_json(**options: Any) -> dict[str, Any]:
-    config = Qwen2Config(num_hidden_layers=4, **options).to_dict()
-    return config | {"architectures": ["Qwen2ForCausalLM"]}
-
-
-def test_window_layers_are_refused() -> None:
-    config = as_json(use_sliding_window=True, sliding_window=8, max_window_layers=2)
-    with pytest.raises(UnsupportedModel, match="sliding_attention, supported: full_attention"):
-        parse_model_config(config)
-    del config["layer_types"]  # as files before transformers 5
-    with pytest.raises(UnsupportedModel, match="use_sliding_window is true, supported: false"):
-        parse_model_config(config)
-
-
-def test_a_window_that_no_layer_has_is_no_reason_to_refuse() -> None:
-    parse_model_config(as_json(sliding_window=4096))
-    parse_model_config(as_json(use_sliding_window=True, sliding_window=8, max_window_layers=4))

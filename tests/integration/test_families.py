@@ -15,6 +15,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -47,6 +49,7 @@ _LATENT = {
 }
 _FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama": (LlamaForCausalLM, LlamaConfig, {}),
+    "mixtral": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 8, "sliding_window": 40}),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True}),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 32}),
     "qwen3-moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, {"head_dim": 16, **_EXPERTS}),
