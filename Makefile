@@ -21,7 +21,7 @@ test: install
 
 # The Ascend path on the real torch_npu wheel; no NPU needed. See docs/npu.md.
 test-npu: $(NPU_VENV)/stamp
-	TORCH_DEVICE_BACKEND_AUTOLOAD=0 LD_LIBRARY_PATH=$(abspath $(NPU_VENV))/stand-ins OMP_WAIT_POLICY=PASSIVE \
+	OMP_NUM_THREADS=1 TORCH_DEVICE_BACKEND_AUTOLOAD=0 LD_LIBRARY_PATH=$(abspath $(NPU_VENV))/stand-ins \
 	  $(NPU_VENV)/bin/python -m pytest tests/npu --confcutdir=tests/npu -p no:logging -m "not npu and not slow" $(ARGS)
 
 check: install

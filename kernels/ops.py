@@ -76,7 +76,7 @@ class Ops(Protocol):
         """The k largest of softmax(router_logits), largest first, and which they are.
 
         router_logits: [T, num_experts] -> topk_weights [T, k] float32, not normalised again;
-        topk_ids [T, k] int64.
+        topk_ids [T, k] int32 or int64.
         """
         ...
 
@@ -87,7 +87,7 @@ class Ops(Protocol):
 
         router_logits: [T, num_experts]; correction_bias: [num_experts] float32, added to the scores
         for the choice alone, not in the weights. -> topk_weights [T, k] float32; topk_ids [T, k]
-        int64. Shaped like npu_moe_gating_top_k.
+        int32 or int64. Shaped like npu_moe_gating_top_k.
         """
         ...
 
@@ -134,8 +134,15 @@ class Ops(Protocol):
         """cos, sin: [P, D/2] float32, a row per position -> tables; ops that rotate take rows."""
         ...
 
-    def slot_index(self, slot_mapping: Tensor, cache: Tensor) -> Tensor:
-        """What ops that write to caches shaped like `cache` take as slot_mapping; once a step.
+    def parameter(self, weight: Tensor, *, is_exact: bool = False) -> Tensor:
+        """A weight that ops are given as it is, such as a norm's, where and as they take it.
+
+        is_exact: it keeps its dtype.
+        """
+        ...
+
+    def slot_index(self, slot_mapping: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        """What ops that write to caches shaped like these take as slot_mapping; once a step.
 
         slot_mapping: [T] int32, block_id * block_size + offset, -1 skips the write. -> T rows.
         """
@@ -203,8 +210,11 @@ class Ops(Protocol):
         rope_cache: Tensor,
         slot_mapping: Tensor,
         eps: float,
-    ) -> None:
+    ) -> tuple[Tensor, Tensor]:
         """Write MLA's cache: the normalised latent and the rotated rope part of each token.
+
+        Returns both caches, for this step's attention to read: a compiled graph knows the order of
+        two ops by what one hands to the other.
 
         kv: [T, R + P], rows may be strided; weight: [R], of the norm; cos, sin: [T, ...] as in
         `interleave_rope`, and rotated alike; latent_cache: [num_blocks, 1, block_size, R];

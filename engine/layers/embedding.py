@@ -43,6 +43,11 @@ class Embedding(WeightedLayer):
         """This rank's rows."""
         return _vocabulary_shard(f"{self._name}.weight", self._span)
 
+    def pack(self, quantization: Quantization) -> None:
+        """Hand the table to the backend, unless it is shared: then the projection does."""
+        if self._weight is not None:
+            self._weight = self._ops.parameter(self._weight)
+
     def share(self, linear: Linear) -> None:
         """Look rows up in a packed copy of the same table, and drop the plain one."""
         self._shared = linear

@@ -22,6 +22,9 @@ from kernels.ops import Ops
 # Of the norms inside the attention; no config has it.
 _LATENT_EPS = 1e-6
 
+Caches = tuple[Tensor, Tensor]
+"""Latents and rope parts of one layer."""
+
 
 class KVUpProjection(WeightedLayer):
     """kv_b_proj, taken apart: what makes keys of a latent, and what makes values.
@@ -30,8 +33,9 @@ class KVUpProjection(WeightedLayer):
     absorbed form multiplies the queries with them, not the latents.
     """
 
-    def __init__(self, heads: Span, config: MLAConfig) -> None:
+    def __init__(self, heads: Span, config: MLAConfig, *, ops: Ops) -> None:
         super().__init__()
+        self._ops = ops
         self._heads = heads
         self._nope = config.qk_nope_head_dim
         self._rows = heads.scaled(config.qk_nope_head_dim + config.v_head_dim)
@@ -65,8 +69,8 @@ class KVUpProjection(WeightedLayer):
         """Take it apart."""
         assert self._weight is not None, "the weights are packed already"
         per_head = self._weight.view(len(self._heads), -1, self._weight.shape[1])
-        self._w_uk = per_head[:, : self._nope].contiguous()
-        self._w_uv = per_head[:, self._nope :].transpose(1, 2).contiguous()
+        self._w_uk = self._ops.parameter(per_head[:, : self._nope].contiguous())
+        self._w_uv = self._ops.parameter(per_head[:, self._nope :].transpose(1, 2).contiguous())
         self._weight = None
 
 
@@ -112,7 +116,7 @@ class MLAttention(nn.Module):
             )
             self.q_b_proj = FusedLinear(mla.q_lora_rank, {"q_b_proj": q}, bias=False, ops=ops)
         self.kv_a_layernorm = RMSNorm(mla.kv_lora_rank, _LATENT_EPS, name="kv_a_layernorm", ops=ops)
-        self.kv_b_proj = KVUpProjection(heads, mla)
+        self.kv_b_proj = KVUpProjection(heads, mla, ops=ops)
         self.o_proj = FusedLinear(
             heads.scaled(mla.v_head_dim), {"o_proj": size}, bias=bias, ops=ops
         )
@@ -124,7 +128,7 @@ class MLAttention(nn.Module):
         q, latent = self._project(x, len(kv.slot_mapping))
         q_nope, q_rope = torch.split(q, self._head_dims, dim=-1)
         q_rope = self._ops.interleave_rope(q_rope, *rotary)
-        self._ops.kv_rmsnorm_rope(
+        caches = self._ops.kv_rmsnorm_rope(
             latent,
             self.kv_a_layernorm.weight,
             *rotary,
@@ -135,7 +139,7 @@ class MLAttention(nn.Module):
         )
         if on_layer is not None:
             on_layer(self._layer_idx)
-        return self._rows.reduce(self.o_proj(self._attend(q_nope, q_rope, kv).flatten(1)))
+        return self._rows.reduce(self.o_proj(self._attend(q_nope, q_rope, caches, kv).flatten(1)))
 
     def _project(self, x: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
         """-> q [T, H, Dn + Dr]; latents with their rope parts, before the norm [T, R + Dr]."""
@@ -149,27 +153,26 @@ class MLAttention(nn.Module):
             q = self.q_b_proj(self.q_a_layernorm(q_latent))
         return q.unflatten(-1, (-1, sum(self._head_dims))), latent
 
-    def _attend(self, q_nope: Tensor, q_rope: Tensor, kv: KVBatch) -> Tensor:
+    def _attend(self, q_nope: Tensor, q_rope: Tensor, caches: Caches, kv: KVBatch) -> Tensor:
         """-> [T, H, Dv]. Sequences with few queries take the absorbed form, the others expand."""
         num_seqs, num_tokens = kv.num_decode_seqs, kv.num_decode_tokens
         if num_tokens == len(q_nope):
-            return self._absorbed(q_nope, q_rope, kv)
+            return self._absorbed(q_nope, q_rope, caches, kv)
         if num_tokens == 0:
-            return self._expanded(q_nope, q_rope, kv)
+            return self._expanded(q_nope, q_rope, caches, kv)
         decodes, prefills = kv.split(num_seqs, num_tokens)
         return torch.cat(
             [
-                self._absorbed(q_nope[:num_tokens], q_rope[:num_tokens], decodes),
-                self._expanded(q_nope[num_tokens:], q_rope[num_tokens:], prefills),
+                self._absorbed(q_nope[:num_tokens], q_rope[:num_tokens], caches, decodes),
+                self._expanded(q_nope[num_tokens:], q_rope[num_tokens:], caches, prefills),
             ]
         )
 
-    def _absorbed(self, q_nope: Tensor, q_rope: Tensor, kv: KVBatch) -> Tensor:
+    def _absorbed(self, q_nope: Tensor, q_rope: Tensor, caches: Caches, kv: KVBatch) -> Tensor:
         attended = self._ops.mla_paged_attention(
             self._ops.head_matmul(q_nope, self.kv_b_proj.w_uk),
             q_rope,
-            kv.k_caches[self._layer_idx],
-            kv.v_caches[self._layer_idx],
+            *caches,
             kv.block_table,
             kv.cu_seqlens_q,
             kv.context_lens,
@@ -178,14 +181,13 @@ class MLAttention(nn.Module):
         )
         return self._ops.head_matmul(attended, self.kv_b_proj.w_uv)
 
-    def _expanded(self, q_nope: Tensor, q_rope: Tensor, kv: KVBatch) -> Tensor:
+    def _expanded(self, q_nope: Tensor, q_rope: Tensor, caches: Caches, kv: KVBatch) -> Tensor:
         return self._ops.mla_prefill_attention(
             q_nope,
             q_rope,
             self.kv_b_proj.w_uk,
             self.kv_b_proj.w_uv,
-            kv.k_caches[self._layer_idx],
-            kv.v_caches[self._layer_idx],
+            *caches,
             kv.block_table,
             kv.cu_seqlens_q,
             kv.context_lens,

@@ -92,13 +92,18 @@ class CorrectionBias(WeightedLayer):
     Source: auxiliary-loss-free load balancing (arXiv 2408.15664).
     """
 
-    def __init__(self, num_experts: int) -> None:
+    def __init__(self, num_experts: int, *, ops: Ops) -> None:
         super().__init__()
+        self._ops = ops
         self.bias = torch.empty(num_experts)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The bias."""
         yield "gate.e_score_correction_bias", self.bias
+
+    def pack(self, quantization: Quantization) -> None:
+        """Hand the bias to the backend."""
+        self.bias = self._ops.parameter(self.bias, is_exact=True)
 
 
 class MoE(nn.Module):
@@ -123,7 +128,9 @@ class MoE(nn.Module):
             ops=ops,
             is_quantizable=False,
         )
-        self.correction = CorrectionBias(config.num_experts) if config.has_correction_bias else None
+        self.correction = (
+            CorrectionBias(config.num_experts, ops=ops) if config.has_correction_bias else None
+        )
         self.experts = Experts(
             hidden_size,
             config,

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from engine.config import Quantization
 from engine.layers.layer import WeightedLayer
 from kernels.ops import Ops
 
@@ -30,6 +31,10 @@ class RMSNorm(WeightedLayer):
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The scale."""
         yield f"{self._name}.weight", self._weight
+
+    def pack(self, quantization: Quantization) -> None:
+        """Hand the scale to the backend."""
+        self._weight = self._ops.parameter(self._weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [T, size] or [T, heads, size]; the shape stays."""

@@ -91,7 +91,8 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """input_ids, positions: [T] -> [T, hidden_size]."""
         rotary = self.rotary_emb(positions)
-        kv = replace(kv, slot_mapping=self._ops.slot_index(kv.slot_mapping, kv.k_caches[0]))
+        slots = self._ops.slot_index(kv.slot_mapping, kv.k_caches[0], kv.v_caches[0])
+        kv = replace(kv, slot_mapping=slots)
         x: Tensor = self.embed_tokens(input_ids)
         residual: Tensor | None = None
         for layer in self.layers:

@@ -116,7 +116,11 @@ class CpuOps:
         """They themselves."""
         return cos, sin
 
-    def slot_index(self, slot_mapping: Tensor, cache: Tensor) -> Tensor:
+    def parameter(self, weight: Tensor, *, is_exact: bool = False) -> Tensor:
+        """It itself."""
+        return weight
+
+    def slot_index(self, slot_mapping: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """slot_mapping."""
         return slot_mapping
 
@@ -182,11 +186,12 @@ class CpuOps:
         rope_cache: Tensor,
         slot_mapping: Tensor,
         eps: float,
-    ) -> None:
+    ) -> tuple[Tensor, Tensor]:
         """See `Ops.kv_rmsnorm_rope`."""
         torch.ops.pdserve_cpu.kv_rmsnorm_rope(
             kv, weight, cos, sin, latent_cache, rope_cache, slot_mapping, eps
         )
+        return latent_cache, rope_cache
 
     def head_matmul(self, x: Tensor, weight: Tensor) -> Tensor:
         """See `Ops.head_matmul`."""

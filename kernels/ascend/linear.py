@@ -1,0 +1,175 @@
+"""Linear layers on the NPU, plain and on int8 weights, and the same per group.
+
+Weights that only matrix products read are stored transposed, [in, out], as the operators take them:
+so no Transpose stands between a weight and its operator in a graph. The quantised ones are in the
+layout FRACTAL_NZ, which the matrix unit reads without rearranging.
+
+Source: torch_npu 2.13.0, _op_plugin_docs.py: npu_grouped_matmul, npu_quant_matmul,
+npu_weight_quant_batchmatmul, npu_dynamic_quant.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+FRACTAL_NZ = 29
+_MAX_FEATURES = 65535
+_MAX_GROUPS = 1024
+_ROWS_OF_GROUPS = 0
+_ONE_OUTPUT = 3
+
+
+class NpuLinear:
+    """y = x W^T + b on a weight [out, in]: torch's own product; the NPU transposes as it reads."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._weight = weight
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [T, in_features] -> [T, out_features]."""
+        return functional.linear(x, self._weight, self._bias)
+
+    def rows(self, row_ids: Tensor) -> Tensor:
+        """row_ids: [T] -> [T, in_features]: rows of W."""
+        return functional.embedding(row_ids, self._weight)
+
+
+class NpuInt8Linear:
+    """y = (x W^T) * scale + b on an int8 weight; with int8 activations if asked (W8A8)."""
+
+    def __init__(
+        self,
+        weight: Tensor,
+        scale: Tensor,
+        bias: Tensor | None,
+        *,
+        dtype: torch.dtype,
+        quantizes_activations: bool,
+    ) -> None:
+        """weight: [out, in] int8; scale: [out] float32; bias: [out]; dtype: of x and y."""
+        self.out_features, self.in_features = weight.shape
+        _check_features("linear", self.in_features, self.out_features)
+        self._dtype = dtype
+        self._quantizes_activations = quantizes_activations
+        self._weight = to_nz(weight.t())
+        self._scale = scale if quantizes_activations else scale.to(dtype)
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [T, in_features] -> [T, out_features]."""
+        if not self._quantizes_activations:
+            out: Tensor = torch.ops.npu.npu_weight_quant_batchmatmul(
+                x, self._weight, self._scale, bias=self._bias
+            )
+            return out
+        x_int8, x_scale = torch.ops.npu.npu_dynamic_quant(x)
+        out = torch.ops.npu.npu_quant_matmul(
+            x_int8,
+            self._weight,
+            self._scale,
+            pertoken_scale=x_scale,
+            bias=self._bias,
+            output_dtype=self._dtype,
+        )
+        return out
+
+    def rows(self, row_ids: Tensor) -> Tensor:
+        """An embedding is not quantised on the NPU. Raises: NotImplementedError: always."""
+        raise NotImplementedError("rows of an int8 weight on the NPU: it is stored for products")
+
+
+class NpuGroupedLinear:
+    """y = x W[g]^T for the rows of each group, in one launch."""
+
+    def __init__(self, weight: Tensor) -> None:
+        """weight: [groups, out, in]."""
+        self.num_groups, self.out_features, self.in_features = weight.shape
+        _check_groups(self.num_groups)
+        _check_features("grouped linear", self.in_features, self.out_features)
+        self._weight = weight.transpose(1, 2).contiguous()
+
+    def __call__(self, x: Tensor, group_sizes: Tensor) -> Tensor:
+        """x: [R, in_features], sorted by group -> [R, out_features].
+
+        group_sizes: [groups] int64. Rows past their sum are not computed: they hold anything.
+        """
+        out: Tensor = torch.ops.npu.npu_grouped_matmul(
+            [x], [self._weight], **group_options(group_sizes)
+        )[0]
+        return out
+
+
+class NpuGroupedInt8Linear:
+    """y = (x W[g]^T) * scale[g] on int8 weights; with int8 activations if asked (W8A8)."""
+
+    def __init__(
+        self, weight: Tensor, scale: Tensor, *, dtype: torch.dtype, quantizes_activations: bool
+    ) -> None:
+        """weight: [groups, out, in] int8; scale: [groups, out] float32; dtype: of x and y."""
+        self.num_groups, self.out_features, self.in_features = weight.shape
+        _check_groups(self.num_groups)
+        _check_features("grouped linear", self.in_features, self.out_features)
+        self._dtype = dtype
+        self._quantizes_activations = quantizes_activations
+        self._weight = to_nz(weight.transpose(1, 2))
+        # bfloat16 products take scales in bfloat16, float16 products in float32.
+        is_wide = quantizes_activations and dtype == torch.float16
+        self._scale = scale.float() if is_wide else scale.to(dtype)
+        self._offset = torch.zeros_like(self._scale)
+
+    def __call__(self, x: Tensor, group_sizes: Tensor) -> Tensor:
+        """As NpuGroupedLinear."""
+        options = group_options(group_sizes)
+        if not self._quantizes_activations:
+            out: Tensor = torch.ops.npu.npu_grouped_matmul(
+                [x],
+                [self._weight],
+                antiquant_scale=[self._scale],
+                antiquant_offset=[self._offset],
+                **options,
+            )[0]
+            return out
+        x_int8, x_scale = torch.ops.npu.npu_dynamic_quant(x)
+        out = torch.ops.npu.npu_grouped_matmul(
+            [x_int8],
+            [self._weight],
+            scale=[self._scale],
+            per_token_scale=[x_scale],
+            output_dtype=self._dtype,
+            **options,
+        )[0]
+        return out
+
+
+def group_options(group_sizes: Tensor) -> dict[str, object]:
+    """How npu_grouped_matmul is told that `group_sizes` are counts.
+
+    Counts of a single group are not allowed; sums are, and of one number both are the same. So no
+    Cumsum is computed either way.
+    """
+    kind = 0 if group_sizes.shape[0] == 1 else 1
+    return {
+        "group_list": group_sizes,
+        "group_list_type": kind,
+        "group_type": _ROWS_OF_GROUPS,
+        "split_item": _ONE_OUTPUT,
+    }
+
+
+def to_nz(weight: Tensor) -> Tensor:
+    """The weight in FRACTAL_NZ; shape and values stay."""
+    cast: Tensor = torch.ops.npu.npu_format_cast(weight.contiguous(), FRACTAL_NZ)
+    return cast
+
+
+def _check_groups(num_groups: int) -> None:
+    if num_groups > _MAX_GROUPS:
+        raise ValueError(f"grouped linear: {num_groups} groups, the NPU takes {_MAX_GROUPS}")
+
+
+def _check_features(what: str, in_features: int, out_features: int) -> None:
+    for name, value in (("in_features", in_features), ("out_features", out_features)):
+        if value > _MAX_FEATURES:
+            raise ValueError(f"{what}: {name} is {value}, the NPU takes {_MAX_FEATURES}")

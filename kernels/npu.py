@@ -1,0 +1,323 @@
+"""The ops on Ascend NPUs, by torch_npu's operators. The one module of the engine that imports it.
+
+Shapes that an operator does not take are refused before it is launched: on the device some fail
+without a word, or as a memory fault much later. What each operator does is in its own module under
+kernels/ascend; docs/npu.md says how all of it is checked without an NPU.
+"""
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch_npu
+import torch_npu.dynamo.torchair
+from torch import Tensor
+from torch.nn import functional
+
+from kernels.ascend import attention, mla, routing
+from kernels.ascend.attention import AttentionCall, Launch
+from kernels.ascend.linear import (
+    NpuGroupedInt8Linear,
+    NpuGroupedLinear,
+    NpuInt8Linear,
+    NpuLinear,
+)
+from kernels.gating import Gating
+
+# NOTE: TorchAir defines its form of attention when this is imported, which it leaves for the first
+# use; within a trace that is too late.
+importlib.import_module("torchair.ops._npu_fused_infer_attention_score")
+
+_MAX_ROTARY_HEADS = 999
+_MAX_HEAD_DIM = 512
+
+
+class NpuOps:
+    """Implements `kernels.ops.Ops`; construct through `load`.
+
+    cu_seqlens_q and context_lens are host tensors, except in a graph that TorchAir compiles.
+    """
+
+    name = "npu"
+    num_spare_blocks = 1
+
+    def __init__(
+        self,
+        *,
+        device: torch.device,
+        dtype: torch.dtype = torch.bfloat16,
+        quantizes_activations: bool = False,
+    ) -> None:
+        """dtype: of weights, activations and caches. float32 is for checks without an NPU.
+
+        quantizes_activations: int8 weights meet int8 activations (W8A8), else floats (W8A16).
+        """
+        self.device = device
+        self.dtype = dtype
+        self._quantizes_activations = quantizes_activations
+        self._mask = attention.causal_mask(device)
+        self._launch: Launch = attention.launch
+
+    @contextmanager
+    def attention_through(self, launch: Launch) -> Iterator[None]:
+        """Hand every attention call to `launch` meanwhile: a graph that is captured keeps them."""
+        saved, self._launch = self._launch, launch
+        try:
+            yield
+        finally:
+            self._launch = saved
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> NpuLinear:
+        """Bring the weight to the device."""
+        return NpuLinear(self.parameter(weight), None if bias is None else self.parameter(bias))
+
+    def grouped_linear(self, weight: Tensor) -> NpuGroupedLinear:
+        """Transpose the weight once, on the device."""
+        return NpuGroupedLinear(self.parameter(weight))
+
+    def linear_int8(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> NpuInt8Linear:
+        """Transpose the weight once, into the layout of the matrix unit."""
+        return NpuInt8Linear(
+            weight.to(self.device),
+            scale.to(self.device),
+            None if bias is None else self.parameter(bias),
+            dtype=self.dtype,
+            quantizes_activations=self._quantizes_activations,
+        )
+
+    def grouped_linear_int8(self, weight: Tensor, scale: Tensor) -> NpuGroupedInt8Linear:
+        """The same per group."""
+        return NpuGroupedInt8Linear(
+            weight.to(self.device),
+            scale.to(self.device),
+            dtype=self.dtype,
+            quantizes_activations=self._quantizes_activations,
+        )
+
+    def parameter(self, weight: Tensor, *, is_exact: bool = False) -> Tensor:
+        """See `Ops.parameter`."""
+        return weight.to(self.device) if is_exact else weight.to(self.device, self.dtype)
+
+    def moe_gating_topk_softmax(self, router_logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """See `Ops.moe_gating_topk_softmax`."""
+        return routing.gating_topk_softmax(router_logits, k)
+
+    def moe_gating_topk(
+        self, router_logits: Tensor, gating: Gating, correction_bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """See `Ops.moe_gating_topk`."""
+        return routing.gating_topk(router_logits, gating, correction_bias)
+
+    def moe_init_routing(
+        self, x: Tensor, topk_ids: Tensor, num_experts: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Ops.moe_init_routing`."""
+        return routing.init_routing(x, topk_ids, num_experts)
+
+    def moe_finalize_routing(self, rows: Tensor, row_index: Tensor, topk_weights: Tensor) -> Tensor:
+        """See `Ops.moe_finalize_routing`."""
+        return routing.finalize_routing(rows, row_index, topk_weights)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `Ops.rms_norm`."""
+        out: Tensor = torch.ops.npu.npu_rms_norm(x, weight, eps)[0]
+        return out
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """See `Ops.add_rms_norm`."""
+        normed, _, total = torch.ops.npu.npu_add_rms_norm(x, residual, weight, eps)
+        return normed, total
+
+    def rotary_table(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Both halves of a head rotate alike: [P, D/2] -> [P, D] each, in the compute dtype."""
+        return (
+            self.parameter(torch.cat([cos, cos], dim=-1)),
+            self.parameter(torch.cat([sin, sin], dim=-1)),
+        )
+
+    def slot_index(self, slot_mapping: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        """Where each head of each token is written; tokens without a slot to the spare block.
+
+        [T, Hkv, 3] int32: block, head, offset. With MLA, whose parts differ in width, [T] int64.
+        """
+        num_blocks, num_heads, block_size = k_cache.shape[:3]
+        is_latent = k_cache.shape[3] != v_cache.shape[3]
+        if is_latent:
+            block_size *= num_heads  # token_major or head_major: there is one head
+        if block_size != attention.BLOCK_SIZE:
+            raise ValueError(
+                f"block_size is {block_size}, the NPU operators take {attention.BLOCK_SIZE}"
+            )
+        slots = torch.where(slot_mapping < 0, (num_blocks - 1) * block_size, slot_mapping)
+        if is_latent:
+            return slots.long()
+        heads = torch.arange(num_heads, dtype=torch.int32, device=slots.device)
+        shape = (len(slots), num_heads)
+        return torch.stack(
+            [
+                (slots // block_size).int()[:, None].expand(shape),
+                heads.expand(shape),
+                (slots % block_size).int()[:, None].expand(shape),
+            ],
+            dim=-1,
+        )
+
+    def rotary_kv_write(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        """See `Ops.rotary_kv_write`.
+
+        NOTE: writes to the caches as they came, not to a view of them: in a compiled graph TorchAir
+        would copy the whole cache for a view.
+        """
+        num_heads, head_dim = q.shape[1:]
+        if num_heads > _MAX_ROTARY_HEADS or head_dim > _MAX_HEAD_DIM or head_dim % 2:
+            raise ValueError(
+                f"rotary: {num_heads} heads of {head_dim}, the NPU takes {_MAX_ROTARY_HEADS} heads "
+                f"of an even width up to {_MAX_HEAD_DIM}"
+            )
+        # [1, T, heads, D], as one sequence.
+        cos, sin = cos[None, :, None], sin[None, :, None]
+        rotated_k = torch.ops.npu.npu_rotary_mul(k.unsqueeze(0), cos, sin).squeeze(0)
+        torch.ops.npu.npu_scatter_nd_update_(k_cache, slot_mapping, rotated_k)
+        torch.ops.npu.npu_scatter_nd_update_(v_cache, slot_mapping, v)
+        rotated_q: Tensor = torch.ops.npu.npu_rotary_mul(q.unsqueeze(0), cos, sin).squeeze(0)
+        return rotated_q
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_table: Tensor,
+        cu_seqlens_q: Tensor,
+        context_lens: Tensor,
+        scale: float,
+        max_seqlen_q: int,
+        window: int = 0,
+    ) -> Tensor:
+        """See `Ops.paged_attention`. Raises: ValueError: a window, or what the operator refuses."""
+        if window:
+            raise ValueError(f"attention: the window is {window}, the NPU backend has none (0)")
+        call = attention.grouped_query(
+            q,
+            k_cache,
+            v_cache,
+            block_table,
+            cu_seqlens_q,
+            context_lens,
+            scale,
+            max_seqlen_q,
+            self._mask,
+        )
+        return self._run(call, q.shape)
+
+    def interleave_rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """See `Ops.interleave_rope`."""
+        return mla.interleave_rope(x, cos, sin)
+
+    def kv_rmsnorm_rope(
+        self,
+        kv: Tensor,
+        weight: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        latent_cache: Tensor,
+        rope_cache: Tensor,
+        slot_mapping: Tensor,
+        eps: float,
+    ) -> tuple[Tensor, Tensor]:
+        """See `Ops.kv_rmsnorm_rope`."""
+        return mla.kv_rmsnorm_rope(
+            kv, weight, cos, sin, latent_cache, rope_cache, slot_mapping, eps
+        )
+
+    def head_matmul(self, x: Tensor, weight: Tensor) -> Tensor:
+        """See `Ops.head_matmul`."""
+        return mla.head_matmul(x, weight)
+
+    def mla_paged_attention(
+        self,
+        q_latent: Tensor,
+        q_rope: Tensor,
+        latent_cache: Tensor,
+        rope_cache: Tensor,
+        block_table: Tensor,
+        cu_seqlens_q: Tensor,
+        context_lens: Tensor,
+        scale: float,
+        max_seqlen_q: int,
+    ) -> Tensor:
+        """See `Ops.mla_paged_attention`."""
+        call = attention.latent(
+            q_latent,
+            q_rope,
+            latent_cache,
+            rope_cache,
+            block_table,
+            cu_seqlens_q,
+            context_lens,
+            scale,
+            max_seqlen_q,
+            self._mask,
+        )
+        return self._run(call, q_latent.shape)
+
+    def mla_prefill_attention(
+        self,
+        q_nope: Tensor,
+        q_rope: Tensor,
+        w_uk: Tensor,
+        w_uv: Tensor,
+        latent_cache: Tensor,
+        rope_cache: Tensor,
+        block_table: Tensor,
+        cu_seqlens_q: Tensor,
+        context_lens: Tensor,
+        scale: float,
+        max_seqlen_q: int,
+    ) -> Tensor:
+        """See `Ops.mla_prefill_attention`."""
+        k_nope, k_rope, v = mla.expand(
+            latent_cache, rope_cache, block_table, context_lens, w_uk, w_uv
+        )
+        call = attention.expanded(
+            (q_nope, q_rope), (k_nope, k_rope), v, cu_seqlens_q, context_lens, scale, self._mask
+        )
+        return self._run(call, (*q_nope.shape[:2], v.shape[2]))
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """See `Ops.silu_mul`."""
+        out: Tensor = torch.ops.npu.npu_swiglu(gate_up)
+        return out
+
+    def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor:
+        """See `Ops.embedding`."""
+        return functional.embedding(token_ids, weight)
+
+    def _run(self, call: AttentionCall, shape: tuple[int, ...]) -> Tensor:
+        return self._launch(call).view(shape)
+
+
+def load() -> NpuOps:
+    """The ops on this process's current NPU.
+
+    Raises: RuntimeError: there is no NPU that torch_npu can use.
+    """
+    if not torch_npu.npu.is_available():
+        raise RuntimeError("torch_npu finds no NPU; `pdserve doctor` says what is missing")
+    # Weights may be stored in the layout of the matrix unit; operators are not compiled one by one.
+    torch_npu.npu.config.allow_internal_format = True
+    torch_npu.npu.set_compile_mode(jit_compile=False)
+    return NpuOps(device=torch.device("npu", torch_npu.npu.current_device()))
