@@ -67,7 +67,6 @@ class PoisonedCache:
         request.block_ids += [self._free.pop() for _ in range(count)]
 
 
-@torch.inference_mode()
 def logits_by_steps(
     model: CausalLM,
     cache: PoisonedCache,
@@ -75,11 +74,22 @@ def logits_by_steps(
     take: Callable[[int, int], int],
 ) -> list[Tensor]:
     """Logits at every token; each step computes `take(sequence, tokens left)` of each sequence."""
-    builder = BatchBuilder(cache.k_caches, cache.v_caches, cache.block_size)
     requests = [make_request(token_ids) for token_ids in sequences]
-    rows: list[list[Tensor]] = [[] for _ in sequences]
     for request in requests:
         cache.allocate(request)
+    return logits_of_requests(model, cache, requests, take)
+
+
+@torch.inference_mode()
+def logits_of_requests(
+    model: CausalLM,
+    cache: PoisonedCache,
+    requests: Sequence[Request],
+    take: Callable[[int, int], int],
+) -> list[Tensor]:
+    """Logits at every token that is left to compute; the requests hold their blocks."""
+    builder = BatchBuilder(cache.k_caches, cache.v_caches, cache.block_size)
+    rows: list[list[Tensor]] = [[] for _ in requests]
     while True:
         chosen = []
         for i, request in enumerate(requests):

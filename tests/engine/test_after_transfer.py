@@ -1,0 +1,78 @@
+"""Logits of every family after its KV moved to another cache, with blocks of another size."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from engine.kv_layout import kv_layout
+from engine.models import CausalLM
+from engine.request import Request
+from kernels.ops import Ops
+from kvtransfer.reshard import plan_transfer
+from tests.engine.steps import (
+    PoisonedCache,
+    logits_of_requests,
+    make_request,
+    random_token_ids,
+)
+from tests.engine.test_deepseek import tiny_deepseek
+from tests.engine.test_llama import token_by_token, whole
+from tests.engine.test_mistral import tiny
+from tests.engine.tiny import from_hf, hf_logits, tiny_hf_llama
+
+NUM_STEPS = 32
+PROMPT_LENGTHS = (1, 15, 16, 17, 60)
+FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": tiny_hf_llama,
+    "mixtral with a window": lambda: tiny("mixtral", sliding_window=12),
+    "qwen2": lambda: tiny("qwen2"),
+    "qwen3": lambda: tiny("qwen3", head_dim=32),
+    "qwen3-moe": lambda: tiny("qwen3-moe", head_dim=16),
+    "deepseek-v2": lambda: tiny_deepseek("v2", q_lora_rank=None),
+    "deepseek-v3": lambda: tiny_deepseek("v3"),
+}
+
+
+def move(model: CausalLM, source: PoisonedCache, target: PoisonedCache, old: Request) -> Request:
+    """A request with the same tokens whose KV so far was copied as a transfer would."""
+    new = make_request(old.token_ids)
+    target.allocate(new)
+    layouts = [kv_layout(model.config, cache.block_size) for cache in (source, target)]
+    plan = plan_transfer(*layouts, old.block_ids, new.block_ids, old.num_computed_tokens)
+    pairs = ((source.k_caches, target.k_caches), (source.v_caches, target.v_caches))
+    for moves, (from_caches, to_caches) in zip(plan.moves, pairs, strict=True):
+        for from_cache, to_cache in zip(from_caches, to_caches, strict=True):
+            read, write = (cache.view(torch.uint8).flatten() for cache in (from_cache, to_cache))
+            for start, to, count in moves:
+                write[to : to + count] = read[start : start + count]
+    new.num_computed_tokens = old.num_computed_tokens
+    return new
+
+
+def expected_steps(hf: PreTrainedModel, token_ids: list[int]) -> Tensor:
+    return hf_logits(hf, token_ids)[-NUM_STEPS:]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_32_steps_after_a_transfer_have_the_logits_of_transformers(
+    family: str, ops: Ops, tmp_path: Path
+) -> None:
+    hf = FAMILIES[family]()
+    model = from_hf(hf, tmp_path, ops)
+    source = PoisonedCache(model, num_blocks=40, block_size=8, seed=1)
+    target = PoisonedCache(model, num_blocks=40, block_size=16, seed=2)
+    sequences = [random_token_ids(n + NUM_STEPS, seed) for seed, n in enumerate(PROMPT_LENGTHS)]
+    requests = [make_request(token_ids[:-NUM_STEPS]) for token_ids in sequences]
+    for request in requests:
+        source.allocate(request)
+    logits_of_requests(model, source, requests, whole)
+    for request, token_ids in zip(requests, sequences, strict=True):
+        request.token_ids = token_ids
+    moved = [move(model, source, target, request) for request in requests]
+    logits = logits_of_requests(model, target, moved, token_by_token)
+    for token_ids, steps in zip(sequences, logits, strict=True):
+        torch.testing.assert_close(steps, expected_steps(hf, token_ids), rtol=0, atol=1e-3)
