@@ -53,7 +53,7 @@ class Attention {
     // Tiles of decode rows are all alike, and a run of them on one thread can prefetch its next
     // one.
     const int64_t chunk =
-        has_whole_items_ ? 1 : std::clamp<int64_t>(num_items / (8 * at::get_num_threads()), 1, 16);
+        has_whole_items_ ? 1 : std::clamp<int64_t>(num_items / (8 * num_threads()), 1, 16);
     parallel_dynamic(num_items, chunk, [&](int64_t begin, int64_t end) {
       Scratch scratch(*this);
       for (int64_t i = begin; i < end; ++i)
@@ -119,7 +119,7 @@ class Attention {
     }
     workspace_.reset(new float[partial_floats]);
     // Smaller items where there are few, so that no thread waits long for the last one.
-    const int64_t wanted = ceil_div<int64_t>(prefill_rows, 6 * at::get_num_threads());
+    const int64_t wanted = ceil_div<int64_t>(prefill_rows, 6 * num_threads());
     const int64_t item_rows = std::clamp<int64_t>(round_up<int64_t>(wanted, 24), 24, kMaxItemRows);
     const int64_t item_queries = std::max<int64_t>(1, item_rows / group_);
     float* partials = workspace_.get();
@@ -256,8 +256,7 @@ class Attention {
     const int64_t offset = key % args_.block_size;
     const int64_t block =
         args_.block_table[item.seq * args_.block_table_stride + key / args_.block_size];
-    rows = cache +
-           ((block * args_.num_kv_heads + item.kv_head) * args_.block_size + offset) * dim;
+    rows = cache + ((block * args_.num_kv_heads + item.kv_head) * args_.block_size + offset) * dim;
     return std::min(wanted, args_.block_size - offset);
   }
 
@@ -269,8 +268,8 @@ class Attention {
         if (part.dim == 0) continue;
         for (int64_t key = 0; key < in_panel;) {
           const float* rows;
-          const int64_t run = find_run(item, part.k_cache, part.dim, first_key + panel + key,
-                                       in_panel - key, rows);
+          const int64_t run =
+              find_run(item, part.k_cache, part.dim, first_key + panel + key, in_panel - key, rows);
           const int64_t padded = key + run == in_panel ? kTileCols - key : run;
           transpose_padded(rows, part.dim, run, part.dim, keys + key, kTileCols, padded);
           key += run;
@@ -320,11 +319,11 @@ class Attention {
       const int64_t run =
           find_run(item, args_.v_cache, value_dim, first_key + key, num_keys - key, values);
       if (in_place) {
-        multiply({s.scores + key, kTileKeys, values, value_dim, run, s.partial, dim_, key > 0,
-                  next.item ? address(*next.item, next_keys.k_cache, next_keys.dim,
-                                      next.first_key + key)
-                            : nullptr},
-                 rows, dim_);
+        multiply(
+            {s.scores + key, kTileKeys, values, value_dim, run, s.partial, dim_, key > 0,
+             next.item ? address(*next.item, next_keys.k_cache, next_keys.dim, next.first_key + key)
+                       : nullptr},
+            rows, dim_);
       } else {
         for (int64_t i = 0; i < run; ++i) {
           float* to = s.values + (key + i) * dim_;

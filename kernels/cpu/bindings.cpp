@@ -1,15 +1,44 @@
 // torch.ops.pdserve_cpu.*: checks tensors once, allocates outputs, calls the kernels on pointers.
+#include "graph.h"
 #include "kernels.h"
+#include "threads.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <optional>
+#include <utility>
+#include <vector>
 
 namespace {
 
 using at::Tensor;
+
+// Every op ends here: computes now, or is recorded. `read` are the tensors whose memory the task
+// reads or writes, its output excepted.
+template <typename F>
+void run(F task, std::initializer_list<Tensor> read) {
+  if (auto* graphs = pdserve::recording())
+    graphs->add(std::move(task), read);
+  else
+    task();
+}
+
+// The same for a check of what tensors hold; a recording holds it once.
+template <typename F>
+void check(std::initializer_list<Tensor> read, const F& task) {
+  auto* graphs = pdserve::recording();
+  if (!graphs) return task();
+  std::vector<const void*> key;
+  for (const Tensor& tensor : read) key.push_back(tensor.const_data_ptr());
+  graphs->add_once(key, task);
+}
+
+Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  if (auto* graphs = pdserve::recording()) return graphs->allocate(sizes, options);
+  return at::empty(sizes, options);
+}
 
 void check_float(const Tensor& t, const char* name, int64_t dim) {
   TORCH_CHECK(t.device().is_cpu() && t.scalar_type() == at::kFloat, name,
@@ -44,13 +73,19 @@ void check_caches(const Tensor& k_cache, const Tensor& v_cache, int64_t num_head
               " query heads are no multiple of ", k_cache.size(1), " KV heads");
 }
 
-Tensor as_ids(const Tensor& ids, int64_t limit) {
-  TORCH_CHECK(ids.dim() == 1, "ids must have 1 dim, has ", ids.dim());
-  Tensor wide = ids.to(at::kLong).contiguous();
-  const int64_t* id = wide.const_data_ptr<int64_t>();
-  for (int64_t i = 0; i < wide.numel(); ++i)
-    TORCH_CHECK_INDEX(id[i] >= 0 && id[i] < limit, "id ", id[i], " is not in [0, ", limit, ")");
-  return wide;
+pdserve::Ids as_ids(const Tensor& ids) {
+  TORCH_CHECK(ids.dim() == 1 && ids.is_contiguous(), "ids must be contiguous with 1 dim, has ",
+              ids.dim());
+  const bool is_narrow = ids.scalar_type() == at::kInt;
+  TORCH_CHECK(is_narrow || ids.scalar_type() == at::kLong, "ids must be int32 or int64, is ",
+              ids.scalar_type());
+  return {is_narrow ? ids.const_data_ptr<int32_t>() : nullptr,
+          is_narrow ? nullptr : ids.const_data_ptr<int64_t>(), ids.numel()};
+}
+
+void check_ids(const pdserve::Ids& ids, int64_t limit) {
+  for (int64_t i = 0; i < ids.count; ++i)
+    TORCH_CHECK_INDEX(ids[i] >= 0 && ids[i] < limit, "id ", ids[i], " is not in [0, ", limit, ")");
 }
 
 // NOTE: a wrong block id would read or write another process's shared memory; checking costs a few
@@ -96,9 +131,11 @@ Tensor attend(pdserve::AttentionArgs& args, const Tensor& q, const Tensor& k_cac
   check_int(block_table, "block_table", 2);
   check_int(cu_seqlens_q, "cu_seqlens_q", 1);
   check_int(context_lens, "context_lens", 1);
-  check_sequences(block_table, cu_seqlens_q, context_lens, q.size(0), k_cache.size(0),
-                  k_cache.size(2));
-  Tensor out = at::empty({q.size(0), q.size(1), v_cache.size(3)}, q.options());
+  const int64_t num_tokens = q.size(0), num_blocks = k_cache.size(0), block_size = k_cache.size(2);
+  check({block_table, cu_seqlens_q, context_lens}, [=] {
+    check_sequences(block_table, cu_seqlens_q, context_lens, num_tokens, num_blocks, block_size);
+  });
+  Tensor out = empty({q.size(0), q.size(1), v_cache.size(3)}, q.options());
   args.parts[0] = query_key(q, k_cache);
   args.v_cache = v_cache.const_data_ptr<float>();
   args.value_dim = v_cache.size(3);
@@ -110,9 +147,10 @@ Tensor attend(pdserve::AttentionArgs& args, const Tensor& q, const Tensor& k_cac
   args.num_seqs = context_lens.numel();
   args.num_heads = q.size(1);
   args.num_kv_heads = k_cache.size(1);
-  args.block_size = k_cache.size(2);
+  args.block_size = block_size;
   args.scale = static_cast<float>(scale);
-  pdserve::paged_attention(args);
+  run([args] { pdserve::paged_attention(args); },
+      {q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens});
   return out;
 }
 
@@ -143,9 +181,11 @@ Tensor mla_paged_attention(const Tensor& q_latent, const Tensor& q_rope, const T
 void check_slots(const Tensor& slot_mapping, int64_t num_tokens, int64_t num_slots) {
   check_int(slot_mapping, "slot_mapping", 1);
   check_size(slot_mapping.numel(), num_tokens, "length of slot_mapping");
-  const int32_t* slots = slot_mapping.const_data_ptr<int32_t>();
-  for (int64_t t = 0; t < num_tokens; ++t)
-    TORCH_CHECK_INDEX(slots[t] >= -1 && slots[t] < num_slots, "slot ", slots[t], " of ", num_slots);
+  check({slot_mapping}, [=, slots = slot_mapping.const_data_ptr<int32_t>()] {
+    for (int64_t t = 0; t < num_tokens; ++t)
+      TORCH_CHECK_INDEX(slots[t] >= -1 && slots[t] < num_slots, "slot ", slots[t], " of ",
+                        num_slots);
+  });
 }
 
 void check_angles(const Tensor& cos, const Tensor& sin, int64_t num_tokens, int64_t dim) {
@@ -160,11 +200,12 @@ void check_angles(const Tensor& cos, const Tensor& sin, int64_t num_tokens, int6
 Tensor interleave_rope(const Tensor& x, const Tensor& cos, const Tensor& sin) {
   check_float(x, "x", 3);
   check_angles(cos, sin, x.size(0), x.size(2));
-  Tensor out = at::empty(x.sizes(), x.options());
-  pdserve::interleave_rope({x.const_data_ptr<float>(), x.size(0), x.size(1), x.stride(0),
-                            x.stride(1), x.size(2)},
-                           cos.const_data_ptr<float>(), sin.const_data_ptr<float>(),
-                           out.mutable_data_ptr<float>());
+  Tensor out = empty(x.sizes(), x.options());
+  const pdserve::HeadRows rows{
+      x.const_data_ptr<float>(), x.size(0), x.size(1), x.stride(0), x.stride(1), x.size(2)};
+  run([rows, c = cos.const_data_ptr<float>(), s = sin.const_data_ptr<float>(),
+       to = out.mutable_data_ptr<float>()] { pdserve::interleave_rope(rows, c, s, to); },
+      {x, cos, sin});
   return out;
 }
 
@@ -177,12 +218,20 @@ void kv_rmsnorm_rope(const Tensor& kv, const Tensor& weight, const Tensor& cos, 
   check_size(kv.size(1), latent_cache.size(3) + rope_cache.size(3), "width of kv");
   check_angles(cos, sin, kv.size(0), rope_cache.size(3));
   check_slots(slot_mapping, kv.size(0), latent_cache.size(0) * latent_cache.size(2));
-  pdserve::kv_rmsnorm_rope(
-      {kv.const_data_ptr<float>(), kv.stride(0), weight.const_data_ptr<float>(),
-       cos.const_data_ptr<float>(), sin.const_data_ptr<float>(),
-       latent_cache.mutable_data_ptr<float>(), rope_cache.mutable_data_ptr<float>(),
-       slot_mapping.const_data_ptr<int32_t>(), kv.size(0), latent_cache.size(3), rope_cache.size(3),
-       static_cast<float>(eps)});
+  const pdserve::LatentArgs args{kv.const_data_ptr<float>(),
+                                 kv.stride(0),
+                                 weight.const_data_ptr<float>(),
+                                 cos.const_data_ptr<float>(),
+                                 sin.const_data_ptr<float>(),
+                                 latent_cache.mutable_data_ptr<float>(),
+                                 rope_cache.mutable_data_ptr<float>(),
+                                 slot_mapping.const_data_ptr<int32_t>(),
+                                 kv.size(0),
+                                 latent_cache.size(3),
+                                 rope_cache.size(3),
+                                 static_cast<float>(eps)};
+  run([args] { pdserve::kv_rmsnorm_rope(args); },
+      {kv, weight, cos, sin, latent_cache, rope_cache, slot_mapping});
 }
 
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
@@ -190,12 +239,16 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
   check_float(x, "x", x.dim());
   check_contiguous(weight, "weight", 1);
   check_size(weight.numel(), x.size(-1), "length of weight");
-  Tensor out = at::empty(x.sizes(), x.options());
+  Tensor out = empty(x.sizes(), x.options());
   const bool heads = x.dim() == 3;
-  pdserve::rms_norm({x.const_data_ptr<float>(), x.size(0), heads ? x.size(1) : 1, x.stride(0),
-                     heads ? x.stride(1) : 0, x.size(-1)},
-                    weight.const_data_ptr<float>(), static_cast<float>(eps),
-                    out.mutable_data_ptr<float>());
+  const pdserve::NormRows rows{x.const_data_ptr<float>(), x.size(0),
+                               heads ? x.size(1) : 1,     x.stride(0),
+                               heads ? x.stride(1) : 0,   x.size(-1)};
+  run(
+      [rows, scale = weight.const_data_ptr<float>(), eps, to = out.mutable_data_ptr<float>()] {
+        pdserve::rms_norm(rows, scale, static_cast<float>(eps), to);
+      },
+      {x, weight});
   return out;
 }
 
@@ -205,10 +258,14 @@ Tensor add_rms_norm(const Tensor& x, Tensor& residual, const Tensor& weight, dou
   check_contiguous(weight, "weight", 1);
   TORCH_CHECK(x.sizes() == residual.sizes(), "x and residual differ in shape");
   check_size(weight.numel(), x.size(1), "length of weight");
-  Tensor out = at::empty(x.sizes(), x.options());
-  pdserve::add_rms_norm(x.const_data_ptr<float>(), x.stride(0), residual.mutable_data_ptr<float>(),
-                        weight.const_data_ptr<float>(), static_cast<float>(eps), x.size(0),
-                        x.size(1), out.mutable_data_ptr<float>());
+  Tensor out = empty(x.sizes(), x.options());
+  run(
+      [from = x.const_data_ptr<float>(), ld = x.stride(0), rows = x.size(0), dim = x.size(1),
+       total = residual.mutable_data_ptr<float>(), scale = weight.const_data_ptr<float>(), eps,
+       to = out.mutable_data_ptr<float>()] {
+        pdserve::add_rms_norm(from, ld, total, scale, static_cast<float>(eps), rows, dim, to);
+      },
+      {x, residual, weight});
   return out;
 }
 
@@ -226,7 +283,7 @@ Tensor rotary_kv_write(const Tensor& q, const Tensor& k, const Tensor& v, const 
   check_size(k.size(2), head_dim, "head_dim of k");
   check_angles(cos, sin, num_tokens, head_dim);
   check_slots(slot_mapping, num_tokens, k_cache.size(0) * k_cache.size(2));
-  Tensor out = at::empty(q.sizes(), q.options());
+  Tensor out = empty(q.sizes(), q.options());
   pdserve::RotaryArgs args{};
   args.q = q.const_data_ptr<float>();
   args.k = k.const_data_ptr<float>();
@@ -248,7 +305,8 @@ Tensor rotary_kv_write(const Tensor& q, const Tensor& k, const Tensor& v, const 
   args.num_kv_heads = k.size(1);
   args.head_dim = head_dim;
   args.block_size = k_cache.size(2);
-  pdserve::rotary_kv_write(args);
+  run([args] { pdserve::rotary_kv_write(args); },
+      {q, k, v, cos, sin, k_cache, v_cache, slot_mapping});
   return out;
 }
 
@@ -256,18 +314,24 @@ Tensor silu_mul(const Tensor& gate_up) {
   check_float(gate_up, "gate_up", 2);
   TORCH_CHECK(gate_up.size(1) % 2 == 0, "gate_up has an odd width ", gate_up.size(1));
   const int64_t dim = gate_up.size(1) / 2;
-  Tensor out = at::empty({gate_up.size(0), dim}, gate_up.options());
-  pdserve::silu_mul(gate_up.const_data_ptr<float>(), gate_up.stride(0), gate_up.size(0), dim,
-                    out.mutable_data_ptr<float>());
+  Tensor out = empty({gate_up.size(0), dim}, gate_up.options());
+  run([from = gate_up.const_data_ptr<float>(), ld = gate_up.stride(0), rows = gate_up.size(0), dim,
+       to = out.mutable_data_ptr<float>()] { pdserve::silu_mul(from, ld, rows, dim, to); },
+      {gate_up});
   return out;
 }
 
 Tensor embedding(const Tensor& token_ids, const Tensor& weight) {
   check_contiguous(weight, "weight", 2);
-  const Tensor ids = as_ids(token_ids, weight.size(0));
-  Tensor out = at::empty({ids.numel(), weight.size(1)}, weight.options());
-  pdserve::embedding(weight.const_data_ptr<float>(), weight.size(1), ids.const_data_ptr<int64_t>(),
-                     ids.numel(), out.mutable_data_ptr<float>());
+  const pdserve::Ids ids = as_ids(token_ids);
+  Tensor out = empty({ids.count, weight.size(1)}, weight.options());
+  run(
+      [ids, limit = weight.size(0), dim = weight.size(1), from = weight.const_data_ptr<float>(),
+       to = out.mutable_data_ptr<float>()] {
+        check_ids(ids, limit);
+        pdserve::embedding(from, dim, ids, to);
+      },
+      {token_ids, weight});
   return out;
 }
 
@@ -289,10 +353,15 @@ void check_packed(const Tensor& packed, int64_t out_features) {
 
 Tensor packed_rows(const Tensor& packed, const Tensor& row_ids, int64_t out_features) {
   check_packed(packed, out_features);
-  const Tensor ids = as_ids(row_ids, out_features);
-  Tensor out = at::empty({ids.numel(), packed.size(1)}, packed.options());
-  pdserve::packed_rows(packed.const_data_ptr<float>(), packed.size(1),
-                       ids.const_data_ptr<int64_t>(), ids.numel(), out.mutable_data_ptr<float>());
+  const pdserve::Ids ids = as_ids(row_ids);
+  Tensor out = empty({ids.count, packed.size(1)}, packed.options());
+  run(
+      [ids, out_features, in_features = packed.size(1), from = packed.const_data_ptr<float>(),
+       to = out.mutable_data_ptr<float>()] {
+        check_ids(ids, out_features);
+        pdserve::packed_rows(from, in_features, ids, to);
+      },
+      {row_ids, packed});
   return out;
 }
 
@@ -305,10 +374,16 @@ Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>
     check_contiguous(*bias, "bias", 1);
     check_size(bias->numel(), packed.size(0) * packed.size(2), "length of the padded bias");
   }
-  Tensor out = at::empty({x.size(0), out_features}, x.options());
-  pdserve::linear({x.const_data_ptr<float>(), x.stride(0), x.size(0), x.size(1), out_features,
-                   packed.const_data_ptr<float>(), bias ? bias->const_data_ptr<float>() : nullptr,
-                   out.mutable_data_ptr<float>()});
+  Tensor out = empty({x.size(0), out_features}, x.options());
+  const pdserve::LinearArgs args{x.const_data_ptr<float>(),
+                                 x.stride(0),
+                                 x.size(0),
+                                 x.size(1),
+                                 out_features,
+                                 packed.const_data_ptr<float>(),
+                                 bias ? bias->const_data_ptr<float>() : nullptr,
+                                 out.mutable_data_ptr<float>()};
+  run([args] { pdserve::linear(args); }, {x, packed, bias.value_or(Tensor())});
   return out;
 }
 
@@ -342,12 +417,26 @@ Tensor linear_int8(const Tensor& x, const Tensor& packed, const Tensor& scale,
     check_contiguous(*bias, "bias", 1);
     check_size(bias->numel(), padded_features, "length of the padded bias");
   }
-  Tensor out = at::empty({x.size(0), out_features}, x.options());
-  pdserve::linear_int8({x.const_data_ptr<float>(), x.stride(0), x.size(0), x.size(1), out_features,
-                        packed.const_data_ptr<int8_t>(), scale.const_data_ptr<float>(),
-                        bias ? bias->const_data_ptr<float>() : nullptr,
-                        out.mutable_data_ptr<float>()});
+  Tensor out = empty({x.size(0), out_features}, x.options());
+  const pdserve::Int8LinearArgs args{x.const_data_ptr<float>(),
+                                     x.stride(0),
+                                     x.size(0),
+                                     x.size(1),
+                                     out_features,
+                                     packed.const_data_ptr<int8_t>(),
+                                     scale.const_data_ptr<float>(),
+                                     bias ? bias->const_data_ptr<float>() : nullptr,
+                                     out.mutable_data_ptr<float>()};
+  run([args] { pdserve::linear_int8(args); }, {x, packed, scale, bias.value_or(Tensor())});
   return out;
+}
+
+// flags: addresses, see threads.h.
+void set_lent_threads(const std::vector<int64_t>& flags) {
+  std::vector<const pdserve::BusyFlag*> pointers;
+  for (const int64_t address : flags)
+    pointers.push_back(reinterpret_cast<const pdserve::BusyFlag*>(address));
+  pdserve::set_lent_threads(std::move(pointers));
 }
 
 }  // namespace
@@ -370,6 +459,15 @@ TORCH_LIBRARY(pdserve_cpu, m) {
       "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping) -> Tensor");
   m.def("silu_mul(Tensor gate_up) -> Tensor");
   m.def("embedding(Tensor token_ids, Tensor weight) -> Tensor");
+  m.def("set_lent_threads(int[] flags) -> ()", set_lent_threads);
+  m.class_<pdserve::Graphs>("Graphs")
+      .def(torch::init<>())
+      .def("begin", &pdserve::Graphs::begin)
+      .def("end", &pdserve::Graphs::end)
+      .def("cancel", &pdserve::Graphs::cancel)
+      .def("replay", &pdserve::Graphs::replay)
+      .def("num_tasks", &pdserve::Graphs::num_tasks)
+      .def("num_recorded", &pdserve::Graphs::num_recorded);
   m.def("pack_weight(Tensor weight) -> Tensor");
   m.def("packed_rows(Tensor packed, Tensor row_ids, int out_features) -> Tensor");
   m.def("linear(Tensor x, Tensor packed, Tensor? bias, int out_features) -> Tensor");

@@ -8,9 +8,9 @@
 namespace pdserve {
 namespace {
 
-// Rows of one task: enough floats to be worth waking a thread for.
+// Rows of one task: enough floats to be worth sharing.
 int64_t rows_per_task(int64_t dim) {
-  return std::max<int64_t>(1, 16384 / std::max<int64_t>(dim, 1));
+  return std::max<int64_t>(1, 4096 / std::max<int64_t>(dim, 1));
 }
 
 // f(vector index, live lanes) over dim floats.
@@ -63,19 +63,18 @@ inline void rotate_pairs(const float* x, const float* cos, const float* sin, int
 }  // namespace
 
 void rms_norm(const NormRows& rows, const float* weight, float eps, float* out) {
-  at::parallel_for(
-      0, rows.outer * rows.inner, rows_per_task(rows.dim), [&](int64_t begin, int64_t end) {
-        for (int64_t row = begin; row < end; ++row) {
-          const float* x =
-              rows.x + row / rows.inner * rows.outer_stride + row % rows.inner * rows.inner_stride;
-          normalise(x, sum_of_squares(x, rows.dim), weight, eps, rows.dim, out + row * rows.dim);
-        }
-      });
+  parallel_even(rows.outer * rows.inner, rows_per_task(rows.dim), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const float* x =
+          rows.x + row / rows.inner * rows.outer_stride + row % rows.inner * rows.inner_stride;
+      normalise(x, sum_of_squares(x, rows.dim), weight, eps, rows.dim, out + row * rows.dim);
+    }
+  });
 }
 
 void add_rms_norm(const float* x, int64_t ld_x, float* residual, const float* weight, float eps,
                   int64_t rows, int64_t dim, float* out) {
-  at::parallel_for(0, rows, rows_per_task(dim), [&](int64_t begin, int64_t end) {
+  parallel_even(rows, rows_per_task(dim), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const float* from = x + row * ld_x;
       float* total = residual + row * dim;
@@ -93,7 +92,7 @@ void add_rms_norm(const float* x, int64_t ld_x, float* residual, const float* we
 void rotary_kv_write(const RotaryArgs& a) {
   const int64_t half = a.head_dim / 2;
   const int64_t floats = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim;
-  at::parallel_for(0, a.num_tokens, rows_per_task(floats), [&](int64_t begin, int64_t end) {
+  parallel_even(a.num_tokens, rows_per_task(floats), [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
       const float *cos = a.cos + t * half, *sin = a.sin + t * half;
       for (int64_t h = 0; h < a.num_heads; ++h)
@@ -114,33 +113,31 @@ void rotary_kv_write(const RotaryArgs& a) {
 
 void interleave_rope(const HeadRows& r, const float* cos, const float* sin, float* out) {
   const int64_t half = r.dim / 2;
-  at::parallel_for(
-      0, r.num_tokens, rows_per_task(r.num_heads * r.dim), [&](int64_t begin, int64_t end) {
-        for (int64_t t = begin; t < end; ++t)
-          for (int64_t h = 0; h < r.num_heads; ++h)
-            rotate_pairs(r.x + t * r.token_stride + h * r.head_stride, cos + t * half,
-                         sin + t * half, half, out + (t * r.num_heads + h) * r.dim);
-      });
+  parallel_even(r.num_tokens, rows_per_task(r.num_heads * r.dim), [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t)
+      for (int64_t h = 0; h < r.num_heads; ++h)
+        rotate_pairs(r.x + t * r.token_stride + h * r.head_stride, cos + t * half, sin + t * half,
+                     half, out + (t * r.num_heads + h) * r.dim);
+  });
 }
 
 void kv_rmsnorm_rope(const LatentArgs& a) {
   const int64_t half = a.rope_dim / 2;
-  at::parallel_for(
-      0, a.num_tokens, rows_per_task(a.rank + a.rope_dim), [&](int64_t begin, int64_t end) {
-        for (int64_t t = begin; t < end; ++t) {
-          const int64_t slot = a.slot_mapping[t];
-          if (slot < 0) continue;
-          const float* latent = a.kv + t * a.ld_kv;
-          normalise(latent, sum_of_squares(latent, a.rank), a.weight, a.eps, a.rank,
-                    a.latent_cache + slot * a.rank);
-          rotate_pairs(latent + a.rank, a.cos + t * half, a.sin + t * half, half,
-                       a.rope_cache + slot * a.rope_dim);
-        }
-      });
+  parallel_even(a.num_tokens, rows_per_task(a.rank + a.rope_dim), [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      const int64_t slot = a.slot_mapping[t];
+      if (slot < 0) continue;
+      const float* latent = a.kv + t * a.ld_kv;
+      normalise(latent, sum_of_squares(latent, a.rank), a.weight, a.eps, a.rank,
+                a.latent_cache + slot * a.rank);
+      rotate_pairs(latent + a.rank, a.cos + t * half, a.sin + t * half, half,
+                   a.rope_cache + slot * a.rope_dim);
+    }
+  });
 }
 
 void silu_mul(const float* gate_up, int64_t ld, int64_t rows, int64_t dim, float* out) {
-  at::parallel_for(0, rows, rows_per_task(4 * dim), [&](int64_t begin, int64_t end) {
+  parallel_even(rows, rows_per_task(4 * dim), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const float* gate = gate_up + row * ld;
       for_vectors(dim, [&](int64_t d, int live) {
@@ -152,8 +149,8 @@ void silu_mul(const float* gate_up, int64_t ld, int64_t rows, int64_t dim, float
   });
 }
 
-void embedding(const float* weight, int64_t dim, const int64_t* ids, int64_t count, float* out) {
-  at::parallel_for(0, count, rows_per_task(dim), [&](int64_t begin, int64_t end) {
+void embedding(const float* weight, int64_t dim, const Ids& ids, float* out) {
+  parallel_even(ids.count, rows_per_task(dim), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i)
       std::memcpy(out + i * dim, weight + ids[i] * dim, dim * sizeof(float));
   });

@@ -80,7 +80,16 @@ void kv_rmsnorm_rope(const LatentArgs& args);
 
 void silu_mul(const float* gate_up, int64_t ld, int64_t rows, int64_t dim, float* out);
 
-void embedding(const float* weight, int64_t dim, const int64_t* ids, int64_t count, float* out);
+// Ids of either width.
+struct Ids {
+  const int32_t* narrow;  // or null
+  const int64_t* wide;
+  int64_t count;
+
+  int64_t operator[](int64_t i) const { return narrow ? narrow[i] : wide[i]; }
+};
+
+void embedding(const float* weight, int64_t dim, const Ids& ids, float* out);
 
 // Columns of a panel of a packed weight: [ceil(out_features / panel_cols), in_features,
 // panel_cols], zero padded.
@@ -89,8 +98,7 @@ int64_t panel_cols();
 void pack_weight(const float* weight, int64_t ld, int64_t out_features, int64_t in_features,
                  float* packed);
 
-void packed_rows(const float* packed, int64_t in_features, const int64_t* ids, int64_t count,
-                 float* out);
+void packed_rows(const float* packed, int64_t in_features, const Ids& ids, float* out);
 
 struct LinearArgs {
   const float* x;  // [rows, in_features]

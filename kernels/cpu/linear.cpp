@@ -79,9 +79,8 @@ void pack_weight(const float* weight, int64_t ld, int64_t out_features, int64_t 
   });
 }
 
-void packed_rows(const float* packed, int64_t in_features, const int64_t* ids, int64_t count,
-                 float* out) {
-  at::parallel_for(0, count, 16, [&](int64_t begin, int64_t end) {
+void packed_rows(const float* packed, int64_t in_features, const Ids& ids, float* out) {
+  parallel_even(ids.count, 16, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const float* from =
           packed + ids[i] / kTileCols * kTileCols * in_features + ids[i] % kTileCols;
@@ -93,8 +92,7 @@ void packed_rows(const float* packed, int64_t in_features, const int64_t* ids, i
 void linear(const LinearArgs& args) {
   const int64_t num_panels = ceil_div<int64_t>(args.out_features, kTileCols);
   const int64_t block = rows_per_block(args.in_features);
-  const int64_t chunk =
-      std::max<int64_t>(1, num_panels / (kChunksPerThread * at::get_num_threads()));
+  const int64_t chunk = std::max<int64_t>(1, num_panels / (kChunksPerThread * num_threads()));
   parallel_dynamic(num_panels, chunk, [&](int64_t begin, int64_t end) {
     for (int64_t row = 0; row < args.rows; row += block) {
       const int64_t rows = std::min(block, args.rows - row);

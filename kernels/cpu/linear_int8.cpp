@@ -62,8 +62,7 @@ void pack_weight_int8(const int8_t* weight, int64_t out_features, int64_t in_fea
 
 void linear_int8(const Int8LinearArgs& args) {
   const int64_t num_panels = ceil_div<int64_t>(args.out_features, kTileCols);
-  const int64_t chunk =
-      std::max<int64_t>(1, num_panels / (kChunksPerThread * at::get_num_threads()));
+  const int64_t chunk = std::max<int64_t>(1, num_panels / (kChunksPerThread * num_threads()));
   parallel_dynamic(num_panels, chunk, [&](int64_t begin, int64_t end) {
     float block[kRowBlock * kTileCols];
     for (int64_t panel = begin; panel < end; ++panel) {

@@ -2,14 +2,15 @@
 // capability.
 #pragma once
 
-#include <ATen/Parallel.h>
 // NOTE: vec.h before functional.h; on AVX2 the other order meets an include cycle of theirs.
 #include <ATen/cpu/vec/vec.h>
 
 #include <ATen/cpu/vec/functional.h>
 #include <c10/util/Unroll.h>
 
-#include <atomic>
+#include "threads.h"
+
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 
@@ -113,17 +114,22 @@ inline float max_lanes(const Vec& v) {
 // chunk.
 template <typename F>
 void parallel_dynamic(int64_t count, int64_t chunk, const F& f) {
-  const int64_t num_chunks = ceil_div(count, chunk);
-  const int64_t num_workers = std::min<int64_t>(num_chunks, at::get_num_threads());
-  if (num_workers <= 1) {
-    if (count > 0) f(int64_t{0}, count);
-    return;
-  }
-  std::atomic<int64_t> next{0};
-  at::parallel_for(0, num_workers, 1, [&](int64_t, int64_t) {
-    for (int64_t i = next.fetch_add(1); i < num_chunks; i = next.fetch_add(1))
-      f(i * chunk, std::min(count, (i + 1) * chunk));
+  if (count <= 0) return;
+  struct Region {
+    int64_t count, chunk;
+    const F& f;
+  };
+  const Region region{count, chunk, f};
+  run_chunks(ceil_div(count, chunk), &region, [](const void* context, int64_t i) {
+    const auto& r = *static_cast<const Region*>(context);
+    r.f(i * r.chunk, std::min(r.count, (i + 1) * r.chunk));
   });
+}
+
+// The same for work of equal size: a chunk has at least `grain`, and each thread gets few.
+template <typename F>
+void parallel_even(int64_t count, int64_t grain, const F& f) {
+  parallel_dynamic(count, std::max(grain, ceil_div(count, 2 * num_threads())), f);
 }
 
 }  // namespace pdserve

@@ -1,0 +1,71 @@
+// Recording of ops, to be run again without Python and without torch.
+//
+// While a thread records, ops on it do not compute: each leaves a task on the pointers it was
+// given, and its output comes from memory that belongs to the graphs. As tasks run in the order in
+// which they were recorded, memory that a tensor gave back while recording is used again by later
+// tasks.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/custom_class.h>
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+namespace pdserve {
+
+using Task = std::function<void()>;
+
+// Memory that recorded outputs lie in; it only ever grows.
+class Arena : public std::enable_shared_from_this<Arena> {
+ public:
+  at::Tensor allocate(at::IntArrayRef sizes, const at::TensorOptions& options);
+  bool owns(const void* address) const;
+
+ private:
+  void release(char* address, int64_t size);
+
+  mutable std::mutex mutex_;  // tensors may die on any thread
+  std::map<char*, std::unique_ptr<char[]>> blocks_;
+  std::multimap<int64_t, char*> free_;
+  std::map<char*, int64_t> sizes_;
+};
+
+// Several recordings that share memory, so that only one may be in use at a time.
+class Graphs : public torch::CustomClassHolder {
+ public:
+  // Raises if this thread records already.
+  void begin();
+  // Ends the recording; returns its number.
+  int64_t end();
+  // Ends the recording and forgets it.
+  void cancel();
+  void replay(int64_t graph) const;
+  int64_t num_tasks(int64_t graph) const;
+  // Tasks of the recording under way.
+  int64_t num_recorded() const { return static_cast<int64_t>(recorded_.tasks.size()); }
+
+  void add(Task task, std::initializer_list<at::Tensor> read);
+  // Adds a task unless this recording has one with the same key.
+  void add_once(const std::vector<const void*>& key, Task task);
+  at::Tensor allocate(at::IntArrayRef sizes, const at::TensorOptions& options);
+
+ private:
+  struct Graph {
+    std::vector<Task> tasks;
+    std::vector<at::Tensor> kept;
+    std::vector<std::vector<const void*>> keys;
+  };
+
+  Graph recorded_;
+  std::vector<Graph> graphs_;
+  std::shared_ptr<Arena> arena_ = std::make_shared<Arena>();
+};
+
+// What this thread records into, or null.
+Graphs* recording();
+
+}  // namespace pdserve
