@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from decoder.graph import graph_forward
 from engine.colocated import ColocatedEngine
 from engine.config import ModelConfig
 from engine.models import build_model
@@ -90,6 +91,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--ops", default="auto")
+    parser.add_argument("--graph-mode", default="auto")
     parser.add_argument("-o", "--output", type=Path, default=Path("build/bench_engine.json"))
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -103,6 +105,7 @@ def main() -> None:
         num_blocks=512,
         block_size=32,
         scheduler_config=SchedulerConfig(max_num_batched_tokens=2048),
+        make_forward=graph_forward(arguments.graph_mode, lambda phase, progress: None),
     )
     bandwidth, rate = measure_machine()
     layers, head = num_matrix_weights(config)

@@ -5,6 +5,7 @@ from contextlib import ExitStack, contextmanager
 
 import grpc
 
+from decoder.graph import graph_forward
 from decoder.loop import DecodeEvent, DecodeLoop
 from engine.worker.assembly import build_engine
 from engine.worker.config import WorkerConfig
@@ -27,7 +28,10 @@ def serve_decode(start: Start) -> Iterator[DecodeLoop]:
     """A decode loop that is reachable at start.address while the context is open."""
     config = start.config
     with ExitStack() as stack:
-        engine = build_engine(start, worker_pb2.ROLE_DECODER, config.transfer.transport)
+        make_forward = graph_forward(config.graph_mode, start.report)
+        engine = build_engine(
+            start, worker_pb2.ROLE_DECODER, config.transfer.transport, make_forward
+        )
         stack.callback(engine.close)
         endpoint: Endpoint[DecodeEvent] = Endpoint(start, engine)
         receiver = Receiver(

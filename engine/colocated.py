@@ -8,7 +8,7 @@ from engine.block_manager import BlockManager
 from engine.kv_layout import kv_layout
 from engine.models import CausalLM
 from engine.request import Request
-from engine.runner import Runner
+from engine.runner import ForwardMemory, MakeForward, Runner
 from engine.sampling import Sampler
 from engine.scheduler import Scheduler, SchedulerConfig
 from kernels.ops import Ops
@@ -25,6 +25,7 @@ class ColocatedEngine:
         num_blocks: int,
         block_size: int,
         scheduler_config: SchedulerConfig,
+        make_forward: MakeForward | None = None,
     ) -> None:
         config = model.config
         # NOTE: NaN, so that whatever reads a block that nobody wrote shows in the tokens.
@@ -36,7 +37,12 @@ class ColocatedEngine:
         self.scheduler = Scheduler(
             scheduler_config, self.block_manager, eos_token_ids=config.eos_token_ids
         )
-        self._runner = Runner(model, k_caches, v_caches, ops, block_size)
+        forward = None
+        if make_forward is not None:
+            max_blocks = -(-scheduler_config.max_model_len // block_size)
+            memory = ForwardMemory(k_caches, v_caches, scheduler_config.max_num_seqs, max_blocks)
+            forward = make_forward(model, ops, memory)
+        self._runner = Runner(model, k_caches, v_caches, ops, block_size, forward)
         self._sampler = Sampler(config.vocab_size, config.eos_token_ids)
 
     def generate(self, requests: Iterable[Request]) -> None:

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from engine.batch import BatchBuilder
+from engine.batch import Batch, BatchBuilder
+from engine.layers.attention import OnLayer
 from engine.logprobs import TokenLogprobs, top_logprobs
 from engine.models import CausalLM
 from engine.request import Request
@@ -36,6 +38,43 @@ class RunnerOutput:
     """For requests that asked for them; a recomputed chunk is reported again."""
 
 
+@dataclass(frozen=True, slots=True)
+class ForwardMemory:
+    """What a forward pass may touch, and how much of it: fixed for the life of a worker."""
+
+    k_caches: Sequence[Tensor]
+    """As in KVBatch."""
+    v_caches: Sequence[Tensor]
+    """As in KVBatch."""
+    max_num_seqs: int
+    """Sequences of a batch."""
+    max_blocks: int
+    """Blocks of a sequence."""
+
+
+class Forward(Protocol):
+    """Runs the model on a batch, by whatever means."""
+
+    def __call__(self, batch: Batch, on_layer: OnLayer | None = None) -> Tensor:
+        """-> hidden [T, hidden_size], valid until the next call."""
+        ...
+
+
+MakeForward = Callable[[CausalLM, Ops, ForwardMemory], Forward]
+"""Makes what runs the model; called once it is loaded."""
+
+
+class EagerForward:
+    """Calls the model."""
+
+    def __init__(self, model: CausalLM) -> None:
+        self._model = model
+
+    def __call__(self, batch: Batch, on_layer: OnLayer | None = None) -> Tensor:
+        """See `Forward`."""
+        return self._model(batch.input_ids, batch.positions, batch.kv, on_layer)
+
+
 class Runner:
     """Owns the batch buffers; belongs to one engine loop thread."""
 
@@ -46,9 +85,12 @@ class Runner:
         v_caches: Sequence[Tensor],
         ops: Ops,
         block_size: int,
+        forward: Forward | None = None,
     ) -> None:
+        """forward: how to run the model; None calls it."""
         self.ops = ops
         self._model = model
+        self._forward = forward or EagerForward(model)
         self._batches = BatchBuilder(k_caches, v_caches, block_size)
 
     @torch.inference_mode()
@@ -64,8 +106,10 @@ class Runner:
         """
         assert scheduled, "nothing is scheduled"
         batch = self._batches.build(scheduled)
-        hidden = self._model(batch.input_ids, batch.positions, batch.kv, on_layer)
-        if len(batch.sample_rows):
+        hidden = self._forward(batch, on_layer)
+        if len(batch.sample_rows) == len(hidden):
+            logits = self._model.logits(hidden).float()
+        elif len(batch.sample_rows):
             logits = self._model.logits(hidden.index_select(0, batch.sample_rows)).float()
         else:
             logits = hidden.new_empty(0, self._model.config.vocab_size)

@@ -191,6 +191,7 @@ def worker_configs(
         WorkerConfig(
             **common(decoder, decoder.max_num_seqs + decoder.max_prefill_tokens),
             max_prefill_tokens=decoder.max_prefill_tokens,
+            graph_mode=decoder.graph_mode,
         ),
     )
 

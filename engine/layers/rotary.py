@@ -79,6 +79,7 @@ class RotaryEmbedding(nn.Module):
         self, rope: RopeConfig, head_dim: int, max_position_embeddings: int, *, ops: Ops
     ) -> None:
         super().__init__()
+        self._ops = ops
         positions = torch.arange(max_position_embeddings, dtype=torch.float32)
         angles = torch.outer(positions, inverse_frequencies(rope, head_dim))
         self._cos, self._sin = ops.rotary_table(
@@ -87,4 +88,5 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Look the angles up; positions are below max_position_embeddings."""
-        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+        embedding = self._ops.embedding
+        return embedding(positions, self._cos), embedding(positions, self._sin)

@@ -10,7 +10,7 @@ from engine.config import ModelConfig
 from engine.grammar import Grammars
 from engine.kv_layout import kv_layout
 from engine.models import CausalLM, build_model
-from engine.runner import Runner
+from engine.runner import ForwardMemory, MakeForward, Runner
 from engine.sampling import Sampler
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.weights import load_model_config, load_weights
@@ -47,8 +47,13 @@ class Engine:
             self.cores.close()
 
 
-def build_engine(start: Start, role: worker_pb2.Role.ValueType, transport: str) -> Engine:
-    """Load the model and allocate the cache, reporting progress.
+def build_engine(
+    start: Start,
+    role: worker_pb2.Role.ValueType,
+    transport: str,
+    make_forward: MakeForward | None = None,
+) -> Engine:
+    """Load the model and allocate the cache, reporting progress; `make_forward` None: eager.
 
     Raises: ValueError: the model or a limit does not fit; says which. OSError: unreadable files.
     """
@@ -84,7 +89,12 @@ def build_engine(start: Start, role: worker_pb2.Role.ValueType, transport: str) 
         blocks,
         eos_token_ids=eos_token_ids,
     )
-    runner = Runner(model, memory.k_caches, memory.v_caches, ops, config.block_size)
+    forward = None
+    if make_forward is not None:
+        max_blocks = -(-max_model_len // config.block_size)
+        caches = ForwardMemory(memory.k_caches, memory.v_caches, config.max_num_seqs, max_blocks)
+        forward = make_forward(model, ops, caches)
+    runner = Runner(model, memory.k_caches, memory.v_caches, ops, config.block_size, forward)
     counters = LoopCounters()
     sampler = Sampler(model_config.vocab_size, eos_token_ids)
     hello = worker_pb2.WorkerHello(

@@ -45,6 +45,8 @@ class WorkerConfig:
     """Where the workers of a host find each other to lend idle cores; empty means never."""
     ops_backend: str = "auto"
     """auto, reference, cpu or npu."""
+    graph_mode: str = "auto"
+    """How a decoder runs its batches; see decoder.graph."""
     quantization: Quantization = "none"
     """Of the weights, at load. Peers must agree: their KV would differ."""
     lease_s: float = 4.0

@@ -1,0 +1,91 @@
+"""Graphs of the C++ kernels: the ops of one forward pass, run again without Python.
+
+Capturing runs the model's Python once while the kernels record instead of computing, so it takes
+milliseconds and needs no cache on disk. Any other op of torch would be missing from the replay, and
+ends the capture.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine.batch import Batch, KVBatch
+from kernels.graph import CaptureError
+
+# (up to this size, a graph for every so many). A padded row costs as much as a real one, so at most
+# one in 16 is.
+_STEPS = ((16, 1), (32, 2), (64, 4), (512, 32))
+
+
+class NativeBackend:
+    """Implements `decoder.graph.GraphBackend`."""
+
+    name = "native"
+
+    def __init__(self) -> None:
+        self._graphs = torch.classes.pdserve_cpu.Graphs()
+        self.num_compiles = 0
+
+    def batch_sizes(self, max_num_seqs: int) -> Sequence[int]:
+        """Every small size, then ever fewer; the last one holds max_num_seqs, up to 512."""
+        sizes: list[int] = []
+        for until, step in _STEPS:
+            start = sizes[-1] if sizes else 0
+            sizes += range(start + step, until + 1, step)
+        return sizes[: bisect_left(sizes, max_num_seqs) + 1]
+
+    def capture(
+        self, forward: Callable[[Tensor, Tensor, KVBatch], Tensor], batch: Batch
+    ) -> Callable[[], Tensor]:
+        """See `GraphBackend.capture`."""
+        # Watching every op is slow; sizes differ in nothing but a number.
+        is_first = self.num_compiles == 0
+        self._graphs.begin()
+        try:
+            with _OnlyRecordedOps(self._graphs) if is_first else nullcontext():
+                hidden = forward(batch.input_ids, batch.positions, batch.kv)
+        except BaseException:
+            self._graphs.cancel()
+            raise
+        graphs, number = self._graphs, self._graphs.end()
+        self.num_compiles += 1
+        if graphs.num_tasks(number) != graphs.num_tasks(0):
+            raise CaptureError(f"a batch of {len(batch.input_ids)} takes other ops than the first")
+
+        def replay() -> Tensor:
+            graphs.replay(number)
+            return hidden
+
+        return replay
+
+
+class _OnlyRecordedOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses what would compute now, and so not in a replay."""
+
+    def __init__(self, graphs: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._graphs = graphs
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        num_recorded = self._graphs.num_recorded()
+        result = func(*args, **(kwargs or {}))
+        if not _is_view(func) and self._graphs.num_recorded() == num_recorded:
+            raise CaptureError(f"{func} is not one of the kernels that can be recorded")
+        return result
+
+
+def _is_view(func: Any) -> bool:
+    """Whether an op only looks at its input's memory."""
+    returns = func._schema.returns
+    return bool(returns) and all(r.alias_info and not r.alias_info.is_write for r in returns)

@@ -1,0 +1,109 @@
+"""Decoding by replayed graphs gives the bits that the model's own forward pass gives."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from decoder.graph import GraphRunner, select_backend
+from decoder.native_graph import NativeBackend
+from engine.colocated import ColocatedEngine
+from engine.models import CausalLM
+from engine.request import Request
+from engine.runner import ForwardMemory
+from engine.scheduler import SchedulerConfig
+from kernels.ops import Ops, select_ops
+from tests.engine.tiny import from_hf, make_request, random_token_ids, tiny_hf, tiny_hf_llama
+
+LENGTHS = (3, 40, 9, 17, 8, 31, 5)
+
+
+class FewSizes(NativeBackend):
+    """Graphs for 2 and 6 decodes only, so that batches are padded and one is too large."""
+
+    def batch_sizes(self, max_num_seqs: int) -> Sequence[int]:
+        return (2, 6)
+
+
+@pytest.fixture(scope="module")
+def ops() -> Ops:
+    return select_ops("cpu")
+
+
+@pytest.fixture(scope="module")
+def model(ops: Ops, tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
+    return from_hf(tiny_hf_llama(num_hidden_layers=3), tmp_path_factory.mktemp("llama"), ops)
+
+
+def requests() -> list[Request]:
+    return [
+        make_request(random_token_ids(length, i), max_tokens=5 + 4 * i, ignore_eos=True)
+        for i, length in enumerate(LENGTHS)
+    ]
+
+
+def generate(
+    model: CausalLM, ops: Ops, backend: NativeBackend | None
+) -> tuple[list[list[int]], GraphRunner]:
+    runners = []
+
+    def make_forward(model: CausalLM, ops: Ops, memory: ForwardMemory) -> GraphRunner:
+        runners.append(GraphRunner(model, memory, backend))
+        runners[0].capture(lambda phase, progress: None)
+        return runners[0]
+
+    engine = ColocatedEngine(
+        model,
+        ops,
+        num_blocks=64,
+        block_size=8,
+        scheduler_config=SchedulerConfig(max_num_seqs=8, max_model_len=128),
+        make_forward=make_forward,
+    )
+    running = requests()
+    engine.generate(running)
+    return [request.token_ids for request in running], runners[0]
+
+
+@pytest.mark.parametrize("backend_class", [NativeBackend, FewSizes])
+def test_replays_give_the_tokens_of_the_eager_model(
+    model: CausalLM, ops: Ops, backend_class: type[NativeBackend]
+) -> None:
+    expected, eager = generate(model, ops, None)
+    tokens, graphs = generate(model, ops, backend_class())
+    assert tokens == expected
+    assert eager.num_replays == 0
+    assert set(eager.num_eager) == {"graph_mode is eager"}
+    assert graphs.num_replays > 20
+    too_large = {"batch is too large"} if backend_class is FewSizes else set()
+    assert set(graphs.num_eager) == {"prompt tokens in the batch"} | too_large
+
+
+def test_nothing_is_captured_while_serving(model: CausalLM, ops: Ops) -> None:
+    backend = FewSizes()
+    _, graphs = generate(model, ops, backend)
+    assert (backend.num_compiles, graphs.num_recompiles) == (2, 0)
+
+
+def test_a_model_that_cannot_be_captured_decodes_eagerly_and_says_why(
+    ops: Ops, tmp_path: Path
+) -> None:
+    options = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    model = from_hf(tiny_hf(Qwen3MoeForCausalLM, Qwen3MoeConfig, **options), tmp_path, ops)
+    expected, _ = generate(model, ops, None)
+    tokens, graphs = generate(model, ops, NativeBackend())
+    assert tokens == expected
+    assert graphs.num_replays == 0
+    (reason,) = graphs.num_eager
+    assert reason.startswith("native graphs: aten.")
+    assert reason.endswith("is not one of the kernels that can be recorded")
+
+
+def test_a_mode_that_the_kernels_cannot_have_is_refused() -> None:
+    reference = select_ops("reference")
+    assert select_backend("auto", reference) is None
+    with pytest.raises(ValueError, match="graph_mode native needs the cpu kernels"):
+        select_backend("native", reference)
+    with pytest.raises(ValueError, match="graph_mode 'fast' is not one of auto, eager, native"):
+        select_backend("fast", reference)
