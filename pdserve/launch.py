@@ -27,7 +27,14 @@ from pdserve.display import StartProgress, print_banner, start_progress
 from pdserve.errors import ServiceLost, StartFailed
 from pdserve.models import resolve_model
 from pdserve.proxy_process import Ports, ProxyProcess
-from pdserve.ray_runtime import NAMESPACE, ControllerHandle, cluster_ray, local_ray, note_processes
+from pdserve.ray_runtime import (
+    NAMESPACE,
+    ControllerHandle,
+    RayConnection,
+    cluster_ray,
+    local_ray,
+    note_processes,
+)
 from pdserve.readiness import Wait, wait_for_http, wait_for_workers
 from pdserve.state import ServiceState, StateFolder, Status
 
@@ -79,7 +86,7 @@ def run_service(plan: Plan, folder: StateFolder, console: Console) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Started:
-    controller: ControllerHandle
+    ray: RayConnection
     client: ControllerClient
     proxy: ProxyProcess
     ports: Ports
@@ -111,7 +118,7 @@ class _Supervisor:
         progress.show("Ray", "starting", None)
         progress.show("proxy", "starting", None)
         proxy = self._start_proxy(stack, log)
-        stack.enter_context(self._ray())
+        ray_connection = stack.enter_context(self._ray())
         # NOTE: again: Ray installs handlers of its own.
         self._handle_signals()
         controller = ControllerHandle(self._controller_config())
@@ -120,7 +127,7 @@ class _Supervisor:
         stack.callback(self._end_proxy, proxy)
         client = stack.enter_context(connect(self.plan.controller_address, self.plan.token))
         ports = self._wait_until_ready(client, proxy, progress)
-        return _Started(controller, client, proxy, ports)
+        return _Started(ray_connection, client, proxy, ports)
 
     @property
     def _config(self) -> ServiceConfig:
@@ -146,7 +153,7 @@ class _Supervisor:
         proxy.terminate()
         proxy.wait(self._config.proxy.shutdown_grace_s + _PROXY_KILL_AFTER_S)
 
-    def _ray(self) -> AbstractContextManager[None]:
+    def _ray(self) -> AbstractContextManager[RayConnection]:
         if not self._config.is_local:
             return cluster_ray(self._config.ray.address)
         num_cpus = len(os.sched_getaffinity(0))
@@ -248,12 +255,12 @@ class _Supervisor:
             if now_s - asked_s >= _CONTROLLER_CHECK_S:
                 asked_s = now_s
                 self._note_processes()
+                if not started.ray.is_alive():
+                    raise ServiceLost("Ray has ended: stopping")
                 try:
                     started.client.status()
                 except ControllerError as error:
                     _log.warning("%s", error)
-                    if not started.controller.is_ray_alive():
-                        raise ServiceLost("Ray has ended: stopping") from None
                 else:
                     heard_s = now_s
             if now_s - heard_s >= _CONTROLLER_LOST_S:

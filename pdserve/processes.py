@@ -3,10 +3,13 @@
 import json
 import os
 import signal
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+_KILL_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +23,13 @@ class ProcessId:
     def is_alive(self) -> bool:
         """Whether it still runs; a zombie does not."""
         return _read(self.pid)[:1] == (self,)
+
+    def name(self) -> str:
+        """What the kernel calls it, at most 15 characters; empty if it is gone."""
+        try:
+            return Path(f"/proc/{self.pid}/comm").read_text().rstrip("\n")
+        except (FileNotFoundError, ProcessLookupError):
+            return ""
 
     def kill(self) -> None:
         """End it at once if it still runs."""
@@ -50,20 +60,32 @@ def descendants(root: int) -> list[ProcessId]:
 
 
 def write_note(path: Path, processes: Iterable[ProcessId]) -> None:
-    """Note processes for whoever has to clean up after us."""
+    """Note processes for whoever has to clean up after us.
+
+    What was noted before stays while it lives: when its parent dies, it is below nobody we know.
+    """
+    noted = {*processes, *(process for process in _read_note(path) if process.is_alive())}
     fresh = path.with_suffix(".new")
-    fresh.write_text(json.dumps([[process.pid, process.start_ticks] for process in processes]))
+    fresh.write_text(json.dumps(sorted([process.pid, process.start_ticks] for process in noted)))
     fresh.replace(path)
 
 
 def kill_noted(path: Path) -> None:
-    """End what of a note still runs, and forget the note."""
-    if not path.is_file():
-        return
-    with suppress(ValueError):  # half written: its writer was killed
-        for pid, start_ticks in json.loads(path.read_text()):
-            ProcessId(pid, start_ticks).kill()
-    path.unlink()
+    """End what of a note still runs, wait until it is gone, and forget the note."""
+    processes = _read_note(path)
+    for process in processes:
+        process.kill()
+    deadline_s = time.monotonic() + _KILL_TIMEOUT_S
+    while any(process.is_alive() for process in processes) and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    path.unlink(missing_ok=True)
+
+
+def _read_note(path: Path) -> list[ProcessId]:
+    try:
+        return [ProcessId(pid, ticks) for pid, ticks in json.loads(path.read_text())]
+    except (FileNotFoundError, ValueError):  # half written: its writer was killed
+        return []
 
 
 def _read(pid: int) -> tuple[ProcessId, int] | tuple[()]:

@@ -1,5 +1,6 @@
 """Ray around a service: an own one on this machine, or the cluster that this machine belongs to."""
 
+import atexit
 import logging
 import os
 import shutil
@@ -7,6 +8,7 @@ import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +19,53 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from pdserve.controller import ControllerActor
 from pdserve.controller_config import ControllerConfig
 from pdserve.errors import StartFailed
-from pdserve.processes import descendants, kill_noted, write_note
+from pdserve.processes import ProcessId, descendants, kill_noted, write_note
 
 NAMESPACE = "pdserve"
 _CONNECT_TIMEOUT_S = 2.0
 _MAX_LOG_BYTES = 10 << 20
 _FOLDER_PREFIX = "pdserve-"
+_CORE_PROCESSES = ("gcs_server", "raylet")
 
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class RayConnection:
+    """The Ray that this process is connected to."""
+
+    gcs_address: str
+    node_id: str
+    own: tuple[ProcessId, ...]
+    """Its core processes, if it is a Ray of our own."""
+
+    @property
+    def has_own_processes(self) -> bool:
+        """Whether all of them live."""
+        return all(process.is_alive() for process in self.own)
+
+    def is_alive(self) -> bool:
+        """Whether its control service and this node live; without them nothing is restarted.
+
+        A node of a cluster that died is known as dead after Ray's time-outs, some 15 s.
+        """
+        if not self.has_own_processes:
+            return False
+        host, _, port = self.gcs_address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S).close()
+            nodes = {node["NodeID"]: node["Alive"] for node in ray.nodes()}  # type: ignore[no-untyped-call]
+        except ConnectionRefusedError:
+            return False
+        except (OSError, RayError):
+            return True  # cannot tell
+        return bool(nodes.get(self.node_id, True))
+
+
 @contextmanager
-def local_ray(num_cpus: int, object_store_bytes: int, state_folder: Path) -> Iterator[None]:
+def local_ray(
+    num_cpus: int, object_store_bytes: int, state_folder: Path
+) -> Iterator[RayConnection]:
     """A Ray of our own on this machine; it and its files are gone afterwards.
 
     What its workers said is kept in `logs` below the state folder.
@@ -46,9 +83,9 @@ def local_ray(num_cpus: int, object_store_bytes: int, state_folder: Path) -> Ite
             object_store_memory=object_store_bytes,
             _node_ip_address="127.0.0.1",
             _temp_dir=str(folder),
-        ):
+        ) as connection:
             note_processes(state_folder)
-            yield
+            yield connection
     finally:
         _keep_logs(folder, state_folder / "logs")
         remove_leftovers(state_folder)
@@ -64,10 +101,10 @@ def note_processes(state_folder: Path) -> None:
 
 
 @contextmanager
-def cluster_ray(address: str) -> Iterator[None]:
+def cluster_ray(address: str) -> Iterator[RayConnection]:
     """The Ray cluster at `address` (auto: this machine's)."""
-    with _connected(address=address):
-        yield
+    with _connected(address=address) as connection:
+        yield connection
 
 
 class ControllerHandle:
@@ -75,7 +112,6 @@ class ControllerHandle:
 
     def __init__(self, config: ControllerConfig) -> None:
         name = f"{config.service}-controller"
-        self._gcs_address: str = ray.get_runtime_context().gcs_address
         self._end_leftover(name)
         # NOTE: here: proxies and the command line reach it on this machine's loopback.
         node = NodeAffinitySchedulingStrategy(
@@ -91,17 +127,6 @@ class ControllerHandle:
             "scheduling_strategy": node,
         }
         self._handle: Any = ray.remote(ControllerActor).options(**options).remote(config.to_json())
-
-    def is_ray_alive(self) -> bool:
-        """Whether Ray's control service can be reached; without it nothing is restarted."""
-        host, _, port = self._gcs_address.rpartition(":")
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S).close()
-        except ConnectionRefusedError:
-            return False
-        except OSError:
-            return True  # cannot tell
-        return True
 
     def stop(self, timeout_s: float) -> None:
         """End every worker, then the controller; bounded."""
@@ -127,7 +152,7 @@ def _stop(handle: Any, timeout_s: float) -> None:
 
 
 @contextmanager
-def _connected(**options: Any) -> Iterator[None]:
+def _connected(**options: Any) -> Iterator[RayConnection]:
     try:
         ray.init(
             namespace=NAMESPACE,
@@ -137,10 +162,17 @@ def _connected(**options: Any) -> Iterator[None]:
         )
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         raise StartFailed(f"Ray could not start: {error}") from error
+    context = ray.get_runtime_context()
+    own = tuple(p for p in descendants(os.getpid()) if p.name() in _CORE_PROCESSES)
+    connection = RayConnection(context.gcs_address, context.get_node_id(), own)
     try:
-        yield
+        yield connection
     finally:
-        ray.shutdown()
+        if connection.has_own_processes:
+            ray.shutdown()
+        else:
+            # NOTE: Ray ends a process at once that tells a dead raylet good-bye.
+            atexit.unregister(ray.shutdown)
 
 
 def remove_leftovers(state_folder: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from pdserve.processes import ProcessId, descendants
+from pdserve.processes import ProcessId, descendants, is_alive
 
 pytestmark = pytest.mark.e2e
 
@@ -212,7 +212,7 @@ def test_ctrl_c_during_the_start_stops_everything(tmp_path: Path, when_s: float)
     wait_for(lambda: are_gone(pids), 5)
 
 
-def test_what_a_killed_supervisor_left_is_gone_with_the_next_start(tmp_path: Path) -> None:
+def test_nothing_outlives_a_killed_supervisor_or_a_killed_ray(tmp_path: Path) -> None:
     cli = Cli(tmp_path)
     assert cli.run("up", "--detach", *PORTS).returncode == 0
     supervisor = int(str(cli.status()["pid"]))
@@ -224,4 +224,11 @@ def test_what_a_killed_supervisor_left_is_gone_with_the_next_start(tmp_path: Pat
     assert cli.run("up", "--detach", *PORTS).returncode == 0
     assert not ray_folder.exists()
     wait_for(lambda: are_gone(processes), 5)
-    assert cli.run("down").returncode == 0
+
+    supervisor = int(str(cli.status()["pid"]))
+    processes = descendants(supervisor)
+    (raylet,) = (process for process in processes if process.name() == "raylet")
+    raylet.kill()
+    wait_for(lambda: not is_alive(supervisor) and are_gone(processes), 40)
+    assert "Ray has ended: stopping" in (tmp_path / "pdserve" / "supervisor.log").read_text()
+    assert not (tmp_path / "pdserve" / "ray_folder").exists()
