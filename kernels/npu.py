@@ -25,9 +25,10 @@ from kernels.ascend.linear import (
 )
 from kernels.gating import Gating
 
-# NOTE: TorchAir defines its form of attention when this is imported, which it leaves for the first
-# use; within a trace that is too late.
-importlib.import_module("torchair.ops._npu_fused_infer_attention_score")
+# NOTE: TorchAir defines these operators when it is first asked for them; within a trace that is too
+# late.
+for _name in ("ops._npu_fused_infer_attention_score", "scope._wait_tensor"):
+    importlib.import_module(f"torchair.{_name}")
 
 _MAX_ROTARY_HEADS = 999
 _MAX_HEAD_DIM = 512
@@ -48,13 +49,16 @@ class NpuOps:
         device: torch.device,
         dtype: torch.dtype = torch.bfloat16,
         quantizes_activations: bool = False,
+        is_multi_stream: bool = False,
     ) -> None:
         """dtype: of weights, activations and caches. float32 is for checks without an NPU.
 
         quantizes_activations: int8 weights meet int8 activations (W8A8), else floats (W8A16).
+        is_multi_stream: compiled graphs have a side stream for what waits for nothing.
         """
         self.device = device
         self.dtype = dtype
+        self.is_multi_stream = is_multi_stream
         self._quantizes_activations = quantizes_activations
         self._mask = attention.causal_mask(device)
         self._launch: Launch = attention.launch
@@ -240,7 +244,15 @@ class NpuOps:
     ) -> tuple[Tensor, Tensor]:
         """See `Ops.kv_rmsnorm_rope`."""
         return mla.kv_rmsnorm_rope(
-            kv, weight, cos, sin, latent_cache, rope_cache, slot_mapping, eps
+            kv,
+            weight,
+            cos,
+            sin,
+            latent_cache,
+            rope_cache,
+            slot_mapping,
+            eps,
+            is_beside=self.is_multi_stream,
         )
 
     def head_matmul(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.ascend.streams import on_side_stream
+
 _ROPE_WIDTH = 64
 _LATENT_WIDTH = 512
 
@@ -33,8 +35,12 @@ def kv_rmsnorm_rope(
     rope_cache: Tensor,
     slots: Tensor,
     eps: float,
+    *,
+    is_beside: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """See `Ops.kv_rmsnorm_rope`; slots: [T] int64. One operator normalises, rotates and writes.
+
+    is_beside: on the side stream, since it is vector work while the queries are projected.
 
     In a graph what it returns must be read, not the caches: nothing else says that it comes first.
     Raises: ValueError: other widths.
@@ -45,17 +51,13 @@ def kv_rmsnorm_rope(
             f"kv_rmsnorm_rope: latent and rope part are {widths[0]} and {widths[1]} wide, the NPU "
             f"takes {_LATENT_WIDTH} and {_ROPE_WIDTH}"
         )
-    rope_out, latent_out, _, _ = torch.ops.npu.npu_kv_rmsnorm_rope_cache(
-        kv[:, None, None].contiguous(),
-        weight,
-        cos[:, None, None],
-        sin[:, None, None],
-        slots,
-        token_major(rope_cache),
-        token_major(latent_cache),
-        epsilon=eps,
-        cache_mode="PA",
-    )
+    kv = kv[:, None, None].contiguous()
+    cos, sin = cos[:, None, None], sin[:, None, None]
+    rope_cache, latent_cache = token_major(rope_cache), token_major(latent_cache)
+    with on_side_stream(is_beside):
+        rope_out, latent_out, _, _ = torch.ops.npu.npu_kv_rmsnorm_rope_cache(
+            kv, weight, cos, sin, slots, rope_cache, latent_cache, epsilon=eps, cache_mode="PA"
+        )
     return head_major(latent_out), head_major(rope_out)
 
 

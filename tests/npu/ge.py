@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.npu.wheel import parse_graph, stop_before_graph_engine, torchair
 
@@ -108,8 +108,3 @@ def ge_graph(function: Callable[..., Any], *args: Any, config: Any = None) -> GE
         inputs = tuple(name.rpartition(":")[0] for name in op.input if name)
         nodes[op.name] = Node(op.name, op.type, inputs, op.attr)
     return GEGraph(nodes)
-
-
-def shapes(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
-    """For comparisons."""
-    return [tuple(tensor.shape) for tensor in tensors]

@@ -33,8 +33,11 @@ def stop_before_graph_engine(captured: list[bytes]) -> None:
 
     class Sink(ModuleType):
         export = staticmethod(lambda graph, options: captured.append(graph))
+        # What the installed CANN knows: it is taken to be new enough for this wheel.
+        check_cann_compat = staticmethod(lambda *args, **kwargs: "")
 
     converter._torchair = Sink("_torchair")
+    _loaded("torchair._ge_concrete_graph.compat_ir")._torchair = converter._torchair
     _loaded("torchair.core._backend")._cached_device_id = 0
     torch_npu.npu.get_device_name = lambda *args: "Ascend910B1"
     torch_npu.npu.current_device = lambda: 0

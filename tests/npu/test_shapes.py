@@ -1,0 +1,105 @@
+"""The wheel's own schemas and shape functions take every call that published models make.
+
+The models are built at full width on the meta device, a few layers of them, and run a prefill and a
+decode step. A wrong argument raises in the wheel; a wrong shape or dtype raises in the next call.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine.batch import KVBatch
+from engine.kv_layout import kv_layout
+from engine.layers.layer import pack_weights
+from engine.models import CausalLM, build_model
+from engine.models.config import parse_model_config
+from kernels.npu import NpuOps
+from tests.npu.published import PUBLISHED, one_rank
+
+META = torch.device("meta")
+BLOCK_SIZE = 128
+ATTENTION = {"npu_fused_infer_attention_score"}
+ALWAYS = {"npu_rms_norm", "npu_add_rms_norm", "npu_swiglu"} | ATTENTION
+GQA = {"npu_rotary_mul", "npu_scatter_nd_update_"}
+MLA = {"npu_interleave_rope", "npu_kv_rmsnorm_rope_cache", "npu_transpose_batchmatmul"}
+EXPERTS = {"npu_moe_init_routing_v2", "npu_grouped_matmul", "npu_moe_finalize_routing"}
+EXPECTED = {
+    "Qwen2.5-3B": ALWAYS | GQA,
+    "Qwen3-30B-A3B": ALWAYS | GQA | EXPERTS | {"npu_moe_gating_top_k_softmax"},
+    "DeepSeek-V3": ALWAYS | MLA | EXPERTS | {"npu_moe_gating_top_k"},
+}
+
+
+class Calls(TorchDispatchMode):
+    """Notes which of the NPU's operators run, and that each gives what the wheel says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "npu":
+            self.names.add(func._schema.name.removeprefix("npu::"))
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def meta_model(name: str, ops: NpuOps, tp_size: int, quantization: str | None) -> CausalLM:
+    config = parse_model_config(PUBLISHED[name] | {"num_hidden_layers": 2})
+    with META:
+        model = build_model(config, ops, one_rank(tp_size))
+        pack_weights(model, quantization) if quantization else pack_weights(model)  # type: ignore[arg-type]
+    return model
+
+
+def meta_batch(model: CausalLM, tp_size: int, seqlens: list[int], contexts: list[int]) -> KVBatch:
+    layout = kv_layout(model.config, BLOCK_SIZE)
+    caches: list[list[Tensor]] = [[], []]
+    for _ in range(layout.num_layers):
+        for part, found in zip(layout.parts, caches, strict=True):
+            num_heads = max(part.num_heads // tp_size, 1)
+            shape = (65, num_heads, BLOCK_SIZE, part.width)
+            found.append(torch.empty(shape, dtype=torch.bfloat16, device=META))
+    num_tokens, num_decodes = sum(seqlens), len(seqlens) if max(seqlens) == 1 else 0
+    return KVBatch(
+        *caches,
+        slot_mapping=torch.empty(num_tokens, dtype=torch.int32, device=META),
+        block_table=torch.empty(len(seqlens), 32, dtype=torch.int32, device=META),
+        cu_seqlens_q=torch.tensor([0, *seqlens], dtype=torch.int32).cumsum(0).int(),
+        context_lens=torch.tensor(contexts, dtype=torch.int32),
+        max_seqlen_q=max(seqlens),
+        num_decode_seqs=num_decodes,
+        num_decode_tokens=num_decodes,
+    )
+
+
+@torch.inference_mode()
+@pytest.mark.usefixtures("all_shapes")
+@pytest.mark.parametrize("quantization", [None, "int8", "w8a8"])
+@pytest.mark.parametrize("tp_size", [1, 4, 8])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_wheel_takes_every_call(name: str, tp_size: int, quantization: str | None) -> None:
+    ops = NpuOps(device=META, quantizes_activations=quantization == "w8a8")
+    model = meta_model(name, ops, tp_size, quantization and "int8")
+    calls = Calls()
+    for seqlens, contexts in (([300, 1, 77], [300, 900, 205]), ([1] * 32, [100] * 32)):
+        kv = meta_batch(model, tp_size, seqlens, contexts)
+        token_ids = torch.zeros(sum(seqlens), dtype=torch.int32, device=META)
+        with calls:
+            hidden = model(token_ids, token_ids, kv)
+            logits = model.logits(hidden[:3])
+        assert hidden.shape == (sum(seqlens), model.config.hidden_size)
+        assert logits.shape == (3, model.config.vocab_size)
+        assert hidden.dtype == logits.dtype == torch.bfloat16
+    expected = set(EXPECTED[name])
+    if "npu_interleave_rope" in expected:
+        expected.add("npu_gather_pa_kv_cache")
+    if quantization == "int8":
+        expected.add("npu_weight_quant_batchmatmul")
+    if quantization == "w8a8":
+        expected |= {"npu_dynamic_quant", "npu_quant_matmul"}
+    assert calls.names == expected
