@@ -8,6 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.request import Request
 from engine.scheduler import ScheduledRequest
 
 Int32s = npt.NDArray[np.int32]
@@ -71,7 +72,31 @@ class Batch:
     """[T] int32."""
     kv: KVBatch
     sample_rows: Tensor
-    """[R] int32: last token of each sequence that samples, in order."""
+    """[R] int32: the last tokens of each sequence that samples, in order; see `Span`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens of one sequence that a step computes."""
+
+    request: Request
+    start: int
+    """Position of the first one."""
+    token_ids: Sequence[int]
+    num_samples: int
+    """How many of the last ones logits are wanted of."""
+
+    @classmethod
+    def of(cls, entry: ScheduledRequest) -> "Span":
+        """The next tokens of a scheduled request, and its drafts."""
+        request = entry.request
+        token_ids = request.token_ids[request.num_computed_tokens : entry.stop]
+        return cls(
+            request,
+            request.num_computed_tokens,
+            token_ids + entry.draft_token_ids,
+            1 + entry.num_drafts if entry.samples else 0,
+        )
 
 
 class GrowableArray:
@@ -102,9 +127,13 @@ class BatchBuilder:
 
     def build(self, scheduled: Sequence[ScheduledRequest]) -> Batch:
         """Lay out the next `num_tokens` tokens of each request, which holds their blocks."""
-        n, size = len(scheduled), self._block_size
-        computed = np.fromiter((s.request.num_computed_tokens for s in scheduled), np.int32, n)
-        seqlens = np.fromiter((s.num_tokens for s in scheduled), np.int32, n)
+        return self.build_spans([Span.of(entry) for entry in scheduled])
+
+    def build_spans(self, spans: Sequence[Span]) -> Batch:
+        """The same for tokens of any choice."""
+        n, size = len(spans), self._block_size
+        computed = np.fromiter((s.start for s in spans), np.int32, n)
+        seqlens = np.fromiter((len(s.token_ids) for s in spans), np.int32, n)
         starts = self._starts.take(n + 1)
         starts[0] = 0
         np.cumsum(seqlens, out=starts[1:])
@@ -115,16 +144,18 @@ class BatchBuilder:
         positions = self._positions.take(num_tokens)
         positions[:] = np.arange(num_tokens, dtype=np.int32)
         positions += np.repeat(computed - starts[:-1], seqlens)
-        table = self._block_table(scheduled, -(-contexts // size))
+        table = self._block_table(spans, -(-contexts // size))
         slots = self._slots.take(num_tokens)
         rows = np.repeat(np.arange(n, dtype=np.int32), seqlens)
         slots[:] = table[rows, positions // size] * size + positions % size
 
         is_long = seqlens > MAX_DECODE_QUERIES
         num_decodes = int(is_long.argmax()) if is_long.any() else n
-        samples = [i + 1 for i, s in enumerate(scheduled) if s.samples]
-        sample_rows = self._samples.take(len(samples))
-        sample_rows[:] = starts[samples] - 1
+        num_samples = np.fromiter((s.num_samples for s in spans), np.int32, n)
+        ends = np.cumsum(num_samples, dtype=np.int32)
+        sample_rows = self._samples.take(int(ends[-1]))
+        sample_rows[:] = np.arange(len(sample_rows), dtype=np.int32)
+        sample_rows += np.repeat(starts[1:] - ends, num_samples)
         kv = KVBatch(
             k_caches=self._k_caches,
             v_caches=self._v_caches,
@@ -137,24 +168,23 @@ class BatchBuilder:
             num_decode_tokens=int(starts[num_decodes]),
         )
         return Batch(
-            input_ids=torch.from_numpy(self._token_ids(scheduled, starts)),
+            input_ids=torch.from_numpy(self._token_ids(spans, starts)),
             positions=torch.from_numpy(positions),
             kv=kv,
             sample_rows=torch.from_numpy(sample_rows),
         )
 
-    def _token_ids(self, scheduled: Sequence[ScheduledRequest], starts: Int32s) -> Int32s:
+    def _token_ids(self, spans: Sequence[Span], starts: Int32s) -> Int32s:
         token_ids = self._tokens.take(int(starts[-1]))
-        for start, entry in zip(starts.tolist(), scheduled, strict=False):
-            first, count = entry.request.num_computed_tokens, entry.num_tokens
-            token_ids[start : start + count] = entry.request.token_ids[first : first + count]
+        for start, span in zip(starts.tolist(), spans, strict=False):
+            token_ids[start : start + len(span.token_ids)] = span.token_ids
         return token_ids
 
-    def _block_table(self, scheduled: Sequence[ScheduledRequest], num_blocks: Int32s) -> Int32s:
+    def _block_table(self, spans: Sequence[Span], num_blocks: Int32s) -> Int32s:
         width = int(num_blocks.max())
         # NOTE: carved flat, so that the table is contiguous whatever its width is in this step.
-        table = self._table.take(len(scheduled) * width).reshape(len(scheduled), width)
-        for row, entry, count in zip(table, scheduled, num_blocks.tolist(), strict=True):
-            assert count <= len(entry.request.block_ids), f"{entry.request.key} lacks blocks"
-            row[:count] = entry.request.block_ids[:count]
+        table = self._table.take(len(spans) * width).reshape(len(spans), width)
+        for row, span, count in zip(table, spans, num_blocks.tolist(), strict=True):
+            assert count <= len(span.request.block_ids), f"{span.request.key} lacks blocks"
+            row[:count] = span.request.block_ids[:count]
         return table

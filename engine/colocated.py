@@ -1,6 +1,6 @@
 """Prefill and decode in one process and thread: what a disaggregated run must equal."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -9,8 +9,8 @@ from engine.kv_layout import kv_layout
 from engine.models import CausalLM
 from engine.request import Request
 from engine.runner import ForwardMemory, MakeForward, Runner
-from engine.sampling import Sampler
 from engine.scheduler import Scheduler, SchedulerConfig
+from engine.speculation import DraftCounters, Drafter, Verifier, rows_before, rows_kept
 from kernels.ops import Ops
 
 
@@ -26,6 +26,7 @@ class ColocatedEngine:
         block_size: int,
         scheduler_config: SchedulerConfig,
         make_forward: MakeForward | None = None,
+        make_drafter: Callable[["ColocatedEngine"], Drafter] | None = None,
     ) -> None:
         config = model.config
         # NOTE: NaN, so that whatever reads a block that nobody wrote shows in the tokens.
@@ -43,7 +44,10 @@ class ColocatedEngine:
             memory = ForwardMemory(k_caches, v_caches, scheduler_config.max_num_seqs, max_blocks)
             forward = make_forward(model, ops, memory)
         self._runner = Runner(model, k_caches, v_caches, ops, block_size, forward)
-        self._sampler = Sampler(config.vocab_size, config.eos_token_ids)
+        self.caches = (k_caches, v_caches)
+        self.drafts = DraftCounters()
+        self._verifier = Verifier(self.scheduler, config.vocab_size, config.eos_token_ids)
+        self._drafter = None if make_drafter is None else make_drafter(self)
 
     def generate(self, requests: Iterable[Request]) -> None:
         """Run the requests together until each has finished; their output is in their token_ids.
@@ -57,11 +61,13 @@ class ColocatedEngine:
 
     def step(self) -> None:
         """Schedule, run and sample once."""
-        output = self.scheduler.schedule()
-        scheduled = output.scheduled
+        chosen = self.scheduler.schedule()
+        scheduled = chosen.scheduled
         if not scheduled:
-            assert output.preempted, "requests are left, but none can go on"
+            assert chosen.preempted, "requests are left, but none can go on"
             return  # those who lost their blocks are admitted by the next schedule
-        sampling = [entry.request for entry in scheduled if entry.samples]
-        logits = self._runner.run(scheduled).logits
-        self.scheduler.update(scheduled, self._sampler.sample(logits, sampling).token_ids)
+        output = self._runner.run(scheduled)
+        before = rows_before(scheduled)
+        self.drafts.add(self._verifier.run(scheduled, output.logits))
+        if self._drafter is not None:
+            self._drafter.propose(rows_kept(scheduled, before), output.hidden, None)

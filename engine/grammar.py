@@ -92,6 +92,11 @@ class Grammars:
         allowed = np.unpackbits(bits, axis=1, count=self._vocab_size, bitorder="little")
         return TokenMasks(rows, allowed.astype(np.bool_))
 
+    def next_masks(self, requests: Sequence[Request]) -> TokenMasks | None:
+        """`masks` of requests that may have got tokens since `prepare`."""
+        self.prepare(requests)
+        return self.masks(requests)
+
     def error(self, key: RequestKey) -> str:
         """Why the request cannot go on; empty: it can. After `masks`."""
         state = self._states.get(key)

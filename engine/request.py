@@ -83,6 +83,8 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)
     """Hashes of the full blocks of token_ids so far; extended as blocks fill."""
     finish_reason: FinishReason | None = None
+    draft_token_ids: list[int] = field(default_factory=list)
+    """Guesses of what comes after token_ids; a step that computes them forgets them."""
 
     @property
     def key(self) -> RequestKey:

@@ -33,7 +33,9 @@ class RunnerOutput:
     """What one step computed."""
 
     logits: Tensor
-    """[R, V] float32: one row per scheduled request that samples, in order."""
+    """[R, V] float32: 1 + num_drafts rows for each scheduled request that samples, in order."""
+    hidden: Tensor
+    """[T, hidden_size]: what the logits are made of, of every token; valid until the next step."""
     prompt_logprobs: list[PromptLogprobs]
     """For requests that asked for them; a recomputed chunk is reported again."""
 
@@ -113,7 +115,7 @@ class Runner:
             logits = self._model.logits(hidden.index_select(0, batch.sample_rows)).float()
         else:
             logits = hidden.new_empty(0, self._model.config.vocab_size)
-        return RunnerOutput(logits, self._prompt_logprobs(scheduled, hidden))
+        return RunnerOutput(logits, hidden, self._prompt_logprobs(scheduled, hidden))
 
     def _prompt_logprobs(
         self, scheduled: Sequence[ScheduledRequest], hidden: Tensor

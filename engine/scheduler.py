@@ -47,6 +47,8 @@ class SchedulerConfig:
     """Requests that may wait; preempted ones are exempt but counted."""
     max_model_len: Annotated[int, Ge(2)] = 8192
     """Tokens that one request may have, prompt and output."""
+    num_draft_tokens: Annotated[int, Ge(0)] = 0
+    """Drafts that a request may have in a step, beside its newest token."""
     prefill_only: bool = False
     """A request samples one token and leaves in state SENDING, with its blocks."""
 
@@ -64,11 +66,23 @@ class ScheduledRequest:
 
     request: Request
     num_tokens: int
+    """Drafts included."""
+    num_drafts: int = 0
 
     @property
     def samples(self) -> bool:
         """Whether the step reaches the last token and samples the next; ask before `update`."""
-        return self.request.num_computed_tokens + self.num_tokens == self.request.num_tokens
+        return self.stop == self.request.num_tokens
+
+    @property
+    def stop(self) -> int:
+        """Index after the last token that the step computes, drafts apart."""
+        return self.request.num_computed_tokens + self.num_tokens - self.num_drafts
+
+    @property
+    def draft_token_ids(self) -> list[int]:
+        """The drafts that the step computes."""
+        return self.request.draft_token_ids[: self.num_drafts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +225,12 @@ class Scheduler:
         prefills: list[Request] = []
         for request in self._running:
             (decodes if self._num_left(request) == 1 else prefills).append(request)
-        scheduled = [ScheduledRequest(request, 1) for request in decodes]
+        scheduled: list[ScheduledRequest] = []
         budget = self.config.max_num_batched_tokens - len(decodes)
+        for request in decodes:
+            num_drafts = self._admit_drafts(request, budget)
+            budget -= num_drafts
+            scheduled.append(ScheduledRequest(request, 1 + num_drafts, num_drafts))
         budget = min(budget, self.config.max_prefill_tokens or budget)
         for request in prefills:
             budget -= self._schedule_prefill(request, budget, scheduled)
@@ -233,10 +251,18 @@ class Scheduler:
             token_id = next(sampled) if entry.samples else None
             if request not in self._running:
                 continue
-            request.num_computed_tokens += entry.num_tokens
+            request.num_computed_tokens += entry.num_tokens - entry.num_drafts
             self.block_manager.register_computed(request)
             if token_id is not None:
                 self._append(request, token_id)
+
+    def num_drafts_allowed(self, request: Request) -> int:
+        """How many drafts the request can use: all may be right, and one more token is sampled."""
+        left = min(
+            request.sampling.max_tokens - request.num_output_tokens,
+            self.config.max_model_len - request.num_tokens,
+        )
+        return max(0, min(self.config.num_draft_tokens, left - 1))
 
     def remove(self, request: Request) -> None:
         """Take the request out, wherever it is, and free its blocks; ABORTED unless it is over."""
@@ -283,7 +309,19 @@ class Scheduler:
                 preempted.append(victim)
         return preempted
 
+    def _admit_drafts(self, request: Request, room: int) -> int:
+        """How many of the request's drafts the step computes: none that costs others anything."""
+        count = min(len(request.draft_token_ids), room, self.num_drafts_allowed(request))
+        if count <= 0:
+            return 0
+        # A drafter that is a model needs slots for drafts after the next ones; they are no must.
+        ahead = request.num_tokens + count + self.config.num_draft_tokens
+        if self.block_manager.allocate(request, ahead):
+            return count
+        return count if self.block_manager.allocate(request, request.num_tokens + count) else 0
+
     def _preempt(self, request: Request) -> None:
+        request.draft_token_ids = []
         self._running.remove(request)
         self.block_manager.free(request)
         request.num_computed_tokens = 0

@@ -11,8 +11,8 @@ from engine.grammar import Grammars
 from engine.kv_layout import kv_layout
 from engine.models import CausalLM, build_model
 from engine.runner import ForwardMemory, MakeForward, Runner
-from engine.sampling import Sampler
 from engine.scheduler import Scheduler, SchedulerConfig
+from engine.speculation import Verifier
 from engine.weights import load_model_config, load_weights
 from engine.weights.vocabulary import load_vocabulary
 from engine.worker.config import WorkerConfig
@@ -96,7 +96,6 @@ def build_engine(
         forward = make_forward(model, ops, caches)
     runner = Runner(model, memory.k_caches, memory.v_caches, ops, config.block_size, forward)
     counters = LoopCounters()
-    sampler = Sampler(model_config.vocab_size, eos_token_ids)
     hello = worker_pb2.WorkerHello(
         engine_id=config.engine_id,
         incarnation=start.incarnation,
@@ -112,7 +111,8 @@ def build_engine(
     grammars = Grammars(
         partial(load_vocabulary, Path(config.model_path)), model_config.vocab_size, eos_token_ids
     )
-    steps = StepRunner(scheduler, runner, sampler, grammars, counters, cores)
+    verifier = Verifier(scheduler, model_config.vocab_size, eos_token_ids, grammars.next_masks)
+    steps = StepRunner(runner, verifier, grammars, counters, cores)
     return Engine(hello, memory, blocks, scheduler, steps, counters, cores, grammars)
 
 

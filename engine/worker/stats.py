@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from engine.block_manager import BlockManager
 from engine.scheduler import Scheduler
+from engine.speculation import DraftCounters
 from protos import worker_pb2
 
 
@@ -18,6 +19,7 @@ class LoopCounters:
     num_generated_tokens: int = 0
     num_stale_messages: int = 0
     num_expired_leases: int = 0
+    drafts: DraftCounters = field(default_factory=DraftCounters)
     failures: Counter[str] = field(default_factory=Counter)
 
 

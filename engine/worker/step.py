@@ -8,8 +8,8 @@ import torch
 from engine.grammar import Grammars
 from engine.request import Request, RequestKey
 from engine.runner import Runner
-from engine.sampling import Sampler
-from engine.scheduler import ScheduledRequest, Scheduler
+from engine.scheduler import ScheduledRequest
+from engine.speculation import Drafter, Verifier, rows_before, rows_kept
 from engine.worker.convert import logprobs_to_proto, output_to_proto
 from engine.worker.cores import CoreShares
 from engine.worker.stats import LoopCounters
@@ -23,16 +23,16 @@ class StepRunner:
 
     def __init__(
         self,
-        scheduler: Scheduler,
         runner: Runner,
-        sampler: Sampler,
+        verifier: Verifier,
         grammars: Grammars,
         counters: LoopCounters,
         cores: CoreShares | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
-        self._scheduler = scheduler
         self._runner = runner
-        self._sampler = sampler
+        self._verifier = verifier
+        self._drafter = drafter
         self._grammars = grammars
         self._counters = counters
         self._cores = cores
@@ -41,7 +41,7 @@ class StepRunner:
     def run(
         self, scheduled: Sequence[ScheduledRequest], on_layer: Callable[[int], None] | None = None
     ) -> list[Emitted]:
-        """Compute one step; return each request that got a token, with its message.
+        """Compute one step; return each request that got tokens, with its message.
 
         on_layer(i): called from inside the forward pass once layer i's KV of this step is written.
         """
@@ -64,15 +64,16 @@ class StepRunner:
             self._counters.num_computed_tokens += entry.num_tokens
             if entry.request.num_output_tokens == 0:
                 self._counters.num_prompt_tokens += entry.num_tokens
-        masks = self._grammars.masks(sampling)
-        sampled = self._sampler.sample(output.logits, sampling, masks)
-        self._scheduler.update(scheduled, sampled.token_ids)
-        self._counters.num_generated_tokens += len(sampling)
+        before = rows_before(scheduled)
+        sampled = self._verifier.run(scheduled, output.logits)
+        if self._drafter is not None:
+            self._drafter.propose(rows_kept(scheduled, before), output.hidden, on_layer)
+        self._counters.num_generated_tokens += sum(len(tokens.token_ids) for tokens in sampled)
+        self._counters.drafts.add(sampled)
         emitted = []
-        for request, token_id, logprobs in zip(
-            sampling, sampled.token_ids, sampled.logprobs, strict=True
-        ):
-            message = output_to_proto(request, [token_id], [logprobs] if logprobs else [])
+        for tokens in sampled:
+            request = tokens.request
+            message = output_to_proto(request, tokens.token_ids, tokens.logprobs)
             message.prompt_logprobs.extend(self._prompt_logprobs.pop(request.key, ()))
             if error := self._grammars.error(request.key):
                 message = worker_pb2.TokenOutput(key=message.key, error=f"grammar: {error}")
