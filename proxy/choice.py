@@ -27,15 +27,15 @@ class TextLogprob:
         return self.data.decode(errors="replace")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Delta:
-    """What one choice gained."""
+    """What one choice gained. Nobody changes it; it is not frozen because that would cost more."""
 
     index: int
+    token_ids: list[int]
     text: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
-    token_ids: list[int]
     logprobs: list[TextLogprob] | None = None
     """None when not asked for."""
     finish_reason: FinishReason | None = None
@@ -45,6 +45,16 @@ class Delta:
     """In the first delta."""
     prompt_logprobs: list[TextLogprob] | None = None
     """In the first delta, if asked for: one per prompt token."""
+
+    @property
+    def is_only_text(self) -> bool:
+        """Whether there is text, and nothing else to show."""
+        return bool(self.text) and not (
+            self.reasoning
+            or self.tool_calls
+            or self.logprobs is not None
+            or self.finish_reason is not None
+        )
 
     @property
     def is_visible(self) -> bool:

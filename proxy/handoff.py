@@ -15,16 +15,17 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from dataclasses import dataclass, field
 
 from protos import worker_pb2
 from proxy.config import ProxyConfig
 from proxy.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
+from proxy.inbox import Inbox, WakeQueue
 from proxy.metrics import ProxyMetrics
 from proxy.request import FinishReason, Phase, Progress, SequenceRequest, TokenEvent, TokenLogprobs
 from proxy.router import Router, WorkerSnapshot, choose
-from proxy.session import Call, CallMessage, Identity, Inbox, SessionLost
+from proxy.session import Call, CallInbox, CallMessage, Identity, SessionLost
 from proxy.workers import WorkerPool
 
 _MAX_REMOTE_FAILURES = 2
@@ -99,6 +100,7 @@ class Handoff:
         self._pool = pool
         self._router = router
         self._metrics = metrics
+        self._wakes = WakeQueue()
 
     async def run(
         self, request: SequenceRequest, progress: Progress
@@ -129,9 +131,10 @@ class Handoff:
         journey.num_attempts += 1
         journey.num_emitted_before = len(journey.emitted)
         journey.decoder, journey.prefiller = decoder.identity, None
-        inbox = Inbox()
+        inbox: CallInbox = Inbox(self._wakes)
         work = journey.work(_now_s())
-        with self._pool.session(decoder.identity).open(key, inbox) as reservation:
+        session = self._pool.session(decoder.identity)
+        with closing(inbox), session.open(key, inbox) as reservation:
             reserve = worker_pb2.Reserve(key=reservation.proto_key(), work=work)
             reservation.send(worker_pb2.ProxyMessage(reserve=reserve))
             reserved = await self._await_reserved(journey, inbox)
@@ -167,7 +170,7 @@ class Handoff:
     async def _disaggregated(
         self,
         journey: _Journey,
-        inbox: Inbox,
+        inbox: CallInbox,
         reservation: Call,
         work: worker_pb2.Work,
         target: worker_pb2.KVTarget,
@@ -194,7 +197,7 @@ class Handoff:
                 async for event in events:
                     yield event
 
-    async def _await_reserved(self, journey: _Journey, inbox: Inbox) -> worker_pb2.Reserved:
+    async def _await_reserved(self, journey: _Journey, inbox: CallInbox) -> worker_pb2.Reserved:
         while True:
             call, message = await self._next(
                 journey, inbox, self._config.reserve_timeout_s, waiting_for="reservation"
@@ -205,7 +208,7 @@ class Handoff:
                 raise AttemptFailed("released early", call.session.identity)
 
     async def _await_first_token(
-        self, journey: _Journey, inbox: Inbox, prefill: Call
+        self, journey: _Journey, inbox: CallInbox, prefill: Call
     ) -> TokenEvent:
         while True:
             call, message = await self._next(
@@ -222,7 +225,7 @@ class Handoff:
     async def _decode(
         self,
         journey: _Journey,
-        inbox: Inbox,
+        inbox: CallInbox,
         decode: Call,
         prefill: Call | None,
         timeout_s: float,
@@ -242,13 +245,16 @@ class Handoff:
             journey.progress.phase = Phase.DECODE
             timeout_s = self._config.token_timeout_s
             event = self._accept(journey, call, message)
-            if event is not None:
-                yield event
-                if event.finish_reason is not None:
-                    return
+            if event is None:
+                continue
+            while event.finish_reason is None and (more := self._waiting(journey, inbox, call)):
+                event = event.joined(more)
+            yield event
+            if event.finish_reason is not None:
+                return
 
     async def _next(
-        self, journey: _Journey, inbox: Inbox, timeout_s: float, *, waiting_for: str
+        self, journey: _Journey, inbox: CallInbox, timeout_s: float, *, waiting_for: str
     ) -> tuple[Call, CallMessage]:
         """Take the next message that is not a failure.
 
@@ -311,6 +317,24 @@ class Handoff:
             num_cached_tokens=output.num_cached_tokens if is_first else None,
             finish_reason=finish_reason,
         )
+
+    def _waiting(self, journey: _Journey, inbox: CallInbox, call: Call) -> TokenEvent | None:
+        """The tokens that follow, if they are there already."""
+
+        def follows(entry: tuple[Call, CallMessage]) -> bool:
+            output = entry[1]
+            return (
+                entry[0] is call
+                and isinstance(output, worker_pb2.TokenOutput)
+                and output.output_index == len(journey.emitted)
+                and not output.error
+            )
+
+        entry = inbox.take_if(follows)
+        if entry is None:
+            return None
+        assert isinstance(entry[1], worker_pb2.TokenOutput)
+        return self._accept(journey, call, entry[1])
 
     async def _choose_decoder(self, journey: _Journey) -> tuple[WorkerSnapshot, list[bytes]]:
         """Pick a decoder, waiting a little for one to appear or to have room.

@@ -25,6 +25,9 @@ from proxy.service import Service
 logger = logging.getLogger(__name__)
 
 _DONE = b"data: [DONE]\n\n"
+# A text that stands nowhere else in an event: model names may hold anything but control characters.
+_SAMPLE = "\x00text\x00"
+_SAMPLE_JSON = orjson.dumps(_SAMPLE)
 _SSE_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -57,6 +60,8 @@ class GenerationResponse:
         self._continuous_usage = continuous_usage
         self._usage = Usage(prompt_tokens=request.num_prompt_tokens)
         self._has_started = False
+        self._plain: dict[int, tuple[bytes, bytes]] = {}
+        """By choice: what stands before and after the text of an event with nothing else."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run to the end, whatever it is; nothing is left at the workers afterwards."""
@@ -114,7 +119,7 @@ class GenerationResponse:
                 if opening is not None:
                     events = self._event(opening)
             if delta.is_visible or self._request.shows_token_ids:
-                events += self._event(self._format.chunk(delta))
+                events += self._text_event(delta) or self._event(self._format.chunk(delta))
             if not events:
                 continue
             writes.began_s = loop.time()
@@ -124,6 +129,17 @@ class GenerationResponse:
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
             await send({"type": "http.response.body", "body": events, "more_body": True})
             writes.began_s = None
+
+    def _text_event(self, delta: Delta) -> bytes | None:
+        """The event of a delta that is text and nothing else, as most are; None for others."""
+        if self._continuous_usage or self._request.shows_token_ids or not delta.is_only_text:
+            return None
+        plain = self._plain.get(delta.index)
+        if plain is None:
+            sample = Delta(index=delta.index, text=_SAMPLE, token_ids=[])
+            before, _, after = self._event(self._format.chunk(sample)).partition(_SAMPLE_JSON)
+            plain = self._plain[delta.index] = (before, after)
+        return plain[0] + orjson.dumps(delta.text) + plain[1]
 
     def _event(self, chunk: dict[str, Any]) -> bytes:
         if self._continuous_usage:

@@ -3,6 +3,7 @@
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from protos import worker_pb2
 from proxy.output_parser import OutputOptions
@@ -143,8 +144,7 @@ class FinishReason(enum.Enum):
     TOOL_CALLS = "tool_calls"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """New tokens of one sequence, each exactly once and in order."""
 
     token_ids: list[int]
@@ -155,3 +155,14 @@ class TokenEvent:
     num_cached_tokens: int | None = None
     """With the first event: prompt tokens that were not computed."""
     finish_reason: FinishReason | None = None
+
+    def joined(self, following: "TokenEvent") -> "TokenEvent":
+        """This and the next event of the sequence as one."""
+        logprobs = None
+        if self.logprobs is not None or following.logprobs is not None:
+            logprobs = [*(self.logprobs or ()), *(following.logprobs or ())]
+        return self._replace(
+            token_ids=[*self.token_ids, *following.token_ids],
+            logprobs=logprobs,
+            finish_reason=following.finish_reason,
+        )

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -101,6 +102,9 @@ async def serve(config: ProxyConfig, tokenizer: Tokenizer, ports_file: Path | No
     Raises: OSError: a port is taken; names it.
     """
     server = ProxyServer(config, tokenizer)
+    # What exists now stays: a full collection would stop all streams while it looks at it.
+    gc.collect()
+    gc.freeze()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stop)

@@ -12,7 +12,6 @@ A session lives from one successful dial to its break. When it breaks, every cal
 import asyncio
 import enum
 import logging
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ import grpc
 
 from protos import worker_pb2, worker_pb2_grpc
 from proxy.config import ProxyConfig
+from proxy.inbox import Inbox
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class Call:
 
     session: "WorkerSession"
     key: Key
-    inbox: "Inbox"
+    inbox: "CallInbox"
     pending_tokens: int
     """Prompt tokens that this call makes the worker compute; 0 once the first token came."""
     state: CallState = CallState.OPEN
@@ -116,43 +116,8 @@ class Call:
         return worker_pb2.RequestKey(request_id=self.key[0], attempt=self.key[1])
 
 
-class Inbox:
-    """Messages for one attempt from all of its workers, in order of arrival.
-
-    Bounded by the attempt itself: a worker sends at most max_tokens outputs.
-    """
-
-    def __init__(self) -> None:
-        self._messages: deque[tuple[Call, CallMessage]] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put(self, call: Call, message: CallMessage) -> None:
-        """Add a message and wake the reader."""
-        self._messages.append((call, message))
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def get(self, deadline_s: float) -> tuple[Call, CallMessage]:
-        """Take the oldest message; one reader at a time.
-
-        Raises: TimeoutError: when the loop's clock passes `deadline_s` first.
-        """
-        if not self._messages:
-            loop = asyncio.get_running_loop()
-            self._waiter = loop.create_future()
-            # Cheaper than asyncio.timeout, which shows at one call for every token.
-            timer = loop.call_at(deadline_s, _expire, self._waiter)
-            try:
-                await self._waiter
-            finally:
-                timer.cancel()
-                self._waiter = None
-        return self._messages.popleft()
-
-
-def _expire(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_exception(TimeoutError())
+CallInbox: TypeAlias = Inbox[tuple[Call, CallMessage]]
+"""Messages for one attempt from all of its workers."""
 
 
 @dataclass(slots=True)
@@ -204,12 +169,12 @@ class WorkerSession:
         return not self._calls
 
     @contextmanager
-    def open(self, key: Key, inbox: Inbox, *, pending_tokens: int = 0) -> Iterator[Call]:
+    def open(self, key: Key, inbox: CallInbox, *, pending_tokens: int = 0) -> Iterator[Call]:
         """Track `key` until released; on exit cancel it unless it is over or detached."""
         call = Call(self, key, inbox, pending_tokens)
         if not self.is_usable:
             call.is_over = True
-            inbox.put(call, SessionLost("session is not connected"))
+            inbox.put((call, SessionLost("session is not connected")))
             yield call
             return
         self.pending_tokens += pending_tokens
@@ -377,7 +342,7 @@ class WorkerSession:
             call.closed_s = asyncio.get_running_loop().time()
             self._deactivate(call)
         if call.state is CallState.OPEN:
-            call.inbox.put(call, message)
+            call.inbox.put((call, message))
         elif call.state is CallState.CLOSED and not is_over:
             self.counters.num_stale_messages += 1
 
@@ -402,7 +367,7 @@ class WorkerSession:
             self._deactivate(call)
             if call.state is CallState.OPEN:
                 call.is_over = True
-                call.inbox.put(call, SessionLost(reason))
+                call.inbox.put((call, SessionLost(reason)))
 
 
 def _key(
