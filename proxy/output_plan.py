@@ -1,5 +1,7 @@
 """What a conversation may bring back: its prompt with tools, the constraint, what to look for."""
 
+from collections.abc import Callable
+
 from proxy.config import ProxyConfig
 from proxy.conversation import ToolPlan, template_messages
 from proxy.errors import InvalidRequest, Unsupported
@@ -14,7 +16,7 @@ from proxy.grammar import (
 from proxy.openai import ConversationBody, GenerationBody
 from proxy.output_parser import THINK_BEGIN, OutputOptions
 from proxy.tokenizer import Tokenizer
-from proxy.tool_formats import MARKERS, ToolFormat, calls_rules, detect_format
+from proxy.tool_formats import MARKERS, ToolFormat, calls_rules, detect_format, strict_rules
 
 
 class OutputPlanner:
@@ -91,13 +93,12 @@ class OutputPlanner:
         Raises: InvalidRequest: it cannot be used.
         """
         wanted = constraint(body)
-        if plan.is_forced or (wanted is not None and plan.tools):
-            calls = calls_rules(
-                self._tool_format,
-                plan.functions,
-                is_single=plan.is_single,
-                special_ids=self._marker_ids,
-            )
+        is_strict = any(tool.function.strict for tool in plan.tools)
+        if is_strict and wanted is None and not plan.is_forced:
+            strict = self._rules(strict_rules, plan)
+            wanted = Constraint("tools", strict)
+        elif plan.is_forced or (wanted is not None and plan.tools):
+            calls = self._rules(calls_rules, plan)
             if plan.is_forced or wanted is None:
                 wanted = Constraint("tools", f"answer: calls\n{calls}")
             elif wanted.is_whole:
@@ -120,3 +121,11 @@ class OutputPlanner:
             ) from None
         await self._grammars.check(grammar, wanted.param)
         return grammar
+
+    def _rules(self, write: Callable[..., str], plan: ToolPlan) -> str:
+        return write(
+            self._tool_format,
+            plan.functions,
+            is_single=plan.is_single,
+            special_ids=self._marker_ids,
+        )

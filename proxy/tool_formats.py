@@ -9,6 +9,7 @@ The deepseek markers are special tokens of its vocabulary.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -84,7 +85,8 @@ def calls_rules(
         any_call = " | ".join(f"call_{i}" for i in range(len(functions)))
         more = "" if is_single else '("\\n" call)*'
         return (
-            f"calls: {marker(CALLS_BEGIN)} call {more} {marker(CALLS_END)}\n"
+            f"calls: {marker(CALLS_BEGIN)} calls_rest\n"
+            f"calls_rest: call {more} {marker(CALLS_END)}\n"
             f"call: {any_call}\n{''.join(calls)}"
         )
     key = "parameters" if tool_format == "llama3" else "arguments"
@@ -94,7 +96,39 @@ def calls_rules(
         return f"calls: call_body {more}\n{body}"
     begin, end = marker(HERMES_BEGIN), marker(HERMES_END)
     more = "" if is_single else '("\\n" call)*'
-    return f'calls: call {more}\ncall: {begin} "\\n" call_body "\\n" {end}\n{body}'
+    rest = f'call_rest: "\\n" call_body "\\n" {end}\n'
+    return f"calls: call {more}\ncall: {begin} call_rest\n{rest}{body}"
+
+
+def strict_rules(
+    tool_format: ToolFormat,
+    functions: Sequence[Function],
+    *,
+    is_single: bool,
+    special_ids: Mapping[str, int],
+) -> str:
+    """Lark rules that define `answer`: any text, and calls whose arguments keep to the schemas.
+
+    Only functions with `strict` have a schema here; others take any object.
+    special_ids: as for calls_rules.
+    """
+    shown = [f if f.get("strict") else {"name": f["name"]} for f in functions]
+    calls = calls_rules(tool_format, shown, is_single=is_single, special_ids=special_ids)
+    if tool_format == "llama3":
+        # The answer is calls or it is text; what begins as a call must be one.
+        text = f"/\\s*[^{{\\s](.|\\n)*/ & ~/\\s*{re.escape(PYTHON_TAG)}(.|\\n)*/"
+        return f"answer: calls | TEXT\nTEXT: {text}\n{calls}"
+    if tool_format == "deepseek":
+        begin, rest, repeat = CALLS_BEGIN, "calls_rest", ""
+    else:
+        begin, rest, repeat = HERMES_BEGIN, "call_rest", "" if is_single else "+"
+    if begin in special_ids:
+        # Text never matches a special token.
+        lead, text = f"lead: TEXT? <[{special_ids[begin]}]>", "/(.|\\n)+/"
+    else:
+        lead = f"lead[suffix={json.dumps(begin)}]: /(.|\\n)*/"
+        text = f"/(.|\\n)+/ & ~/(.|\\n)*{re.escape(begin)}(.|\\n)*/"
+    return f"answer: TEXT? | (lead {rest}){repeat} TEXT?\n{lead}\nTEXT: {text}\n{calls}"
 
 
 def _call_schema(function: Function, key: str) -> dict[str, Any]:

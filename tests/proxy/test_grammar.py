@@ -29,6 +29,7 @@ from proxy.tool_formats import (
     ToolFormat,
     calls_rules,
     detect_format,
+    strict_rules,
 )
 
 PARAMETERS = {
@@ -98,6 +99,39 @@ def test_special_markers_are_matched_as_tokens(tokenizer: Tokenizer) -> None:
     grammar = build_grammar(Constraint("tools", f"answer: calls\n{rules}"))
     text = tokenizer.token_bytes[max(tokenizer.special_ids)].decode()
     assert matches(tokenizer, grammar, SPELLED["hermes"][0].replace("<tool_call>", text))
+
+
+@pytest.mark.parametrize("tool_format", SPELLED)
+def test_strict_tools_hold_calls_to_their_schema_and_leave_text_free(
+    tokenizer: Tokenizer, tool_format: ToolFormat
+) -> None:
+    one, more = SPELLED[tool_format]
+    end = CALLS_END if tool_format == "deepseek" else ""
+    tools = [{**FUNCTIONS[0], "strict": True}, {"name": "now", "parameters": PARAMETERS}]
+    for is_single in (True, False):
+        rules = strict_rules(tool_format, tools, is_single=is_single, special_ids={})
+        grammar = build_grammar(Constraint("tools", rules))
+        # `now` is not strict: its parameters may be anything.
+        for text in ("", "Hello {there}", "a <b> c\n", one + end):
+            assert matches(tokenizer, grammar, text), text
+        if tool_format != "llama3":
+            assert matches(tokenizer, grammar, "I look.\n" + one + end)
+        assert matches(tokenizer, grammar, one + more + end) != is_single
+        for start in ("", "\n", "Well: ") if tool_format != "llama3" else ("", "\n"):
+            assert not matches(tokenizer, grammar, start + one.replace("city", "town") + end)
+            assert not matches(tokenizer, grammar, start + one.replace("get_weather", "x") + end)
+
+
+def test_strict_tools_with_special_markers(tokenizer: Tokenizer) -> None:
+    special = {"<tool_call>": max(tokenizer.special_ids)}
+    marker = tokenizer.token_bytes[max(tokenizer.special_ids)].decode()
+    tools = [{**FUNCTIONS[0], "strict": True}]
+    rules = strict_rules("hermes", tools, is_single=False, special_ids=special)
+    grammar = build_grammar(Constraint("tools", rules))
+    call = SPELLED["hermes"][0].replace("<tool_call>", marker)
+    for text in ("Hello", call, f"So: {call}", f"{call}{call} Done."):
+        assert matches(tokenizer, grammar, text)
+    assert not matches(tokenizer, grammar, f"So: {call.replace('city', 'town')}")
 
 
 @pytest.mark.parametrize(
