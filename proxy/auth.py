@@ -6,16 +6,23 @@ nothing. A presented key is hashed and compared with every stored one in constan
     # api_keys_file: name, hash, and limits that differ from the proxy's own
     alice  sha256:9f86d081884c7d65...  requests_per_minute=60 tokens_per_minute=20000
     bob    sha256:60303ae22b998861...
+
+The file may change while the proxy runs: keys are added, removed and limited anew.
 """
 
+import asyncio
 import hashlib
 import hmac
+import logging
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from proxy.config import ProxyConfig
 from proxy.errors import RateLimited, Unauthenticated
+
+logger = logging.getLogger(__name__)
 
 _PREFIX = "sha256:"
 _LIMITS = ("requests_per_minute", "tokens_per_minute")
@@ -63,6 +70,7 @@ class Account:
     """What one key has used."""
 
     def __init__(self, key: ApiKey, now_s: float) -> None:
+        self.key = key
         self.name = key.name
         self._requests_per_minute = key.requests_per_minute
         self._tokens_per_minute = key.tokens_per_minute
@@ -96,9 +104,44 @@ class Accounts:
     """All keys of a proxy; without keys, everybody shares one account."""
 
     def __init__(self, config: ProxyConfig) -> None:
+        self._config = config
+        self._seen = self._file_version()
         now_s = time.monotonic()
-        self._accounts = [(key.digest, Account(key, now_s)) for key in load_keys(config)]
+        self._accounts = [Account(key, now_s) for key in load_keys(config)]
         self._anonymous = Account(_key(config, "anonymous", b""), now_s)
+
+    async def follow(self) -> None:
+        """Reload whenever the file changes, until cancelled."""
+        if not self._config.api_keys_file:
+            return
+        while True:
+            await asyncio.sleep(self._config.api_keys_poll_s)
+            version = self._file_version()
+            if version != self._seen:
+                self._seen = version
+                self.reload()
+
+    def reload(self) -> None:
+        """Read the keys again; a key that is as it was keeps what it has used.
+
+        A file that cannot be used is logged, and the keys stay as they are.
+        """
+        try:
+            keys = load_keys(self._config)
+        except (ValueError, OSError) as error:
+            logger.error("the API keys stay as they were: %s", error)
+            return
+        known = {account.key: account for account in self._accounts}
+        now_s = time.monotonic()
+        self._accounts = [known.get(key) or Account(key, now_s) for key in keys]
+        logger.warning("%d API keys are loaded", len(keys))
+
+    def _file_version(self) -> tuple[int, ...]:
+        try:
+            stat = os.stat(self._config.api_keys_file)
+        except OSError:
+            return ()
+        return (stat.st_mtime_ns, stat.st_size, stat.st_ino)
 
     @property
     def needs_key(self) -> bool:
@@ -119,8 +162,8 @@ class Accounts:
         digest = hashlib.sha256(key.encode(errors="surrogateescape")).digest()
         found = None
         # NOTE: no early exit, so that the time tells nothing about which key came close.
-        for stored, account in self._accounts:
-            if hmac.compare_digest(stored, digest):
+        for account in self._accounts:
+            if hmac.compare_digest(account.key.digest, digest):
                 found = account
         if found is None:
             raise Unauthenticated("the API key is not valid", code="invalid_api_key")
@@ -135,7 +178,7 @@ def hash_key(key: str) -> str:
 def load_keys(config: ProxyConfig) -> list[ApiKey]:
     """Read the keys of the file and of the configuration.
 
-    Raises: ValueError: a line is malformed; OSError: the file cannot be read.
+    Raises: ValueError: a line is malformed, or the file is not text; OSError: it cannot be read.
     """
     keys = [
         _key(config, f"key-{i}", _digest(text, f"api_key_hashes[{i}]"))
@@ -143,7 +186,11 @@ def load_keys(config: ProxyConfig) -> list[ApiKey]:
     ]
     if config.api_keys_file:
         path = Path(config.api_keys_file)
-        for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError:
+            raise ValueError(f"{path} is not a text file in UTF-8") from None
+        for number, line in enumerate(lines, 1):
             words = line.partition("#")[0].split()
             if words:
                 keys.append(_parse_line(config, words, f"{path}:{number}"))

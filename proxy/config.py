@@ -94,7 +94,9 @@ class ProxyConfig:
     reasoning_format: Literal["auto", "think", "none"] = "auto"
     """think: <think> ... </think> is reasoning_content; auto: if the chat template knows it."""
     api_keys_file: str = ""
-    """File with hashed API keys (its form: proxy/auth.py); empty for none."""
+    """File with hashed API keys (its form: proxy/auth.py); empty for none. It may change."""
+    api_keys_poll_s: Annotated[float, Gt(0)] = 2.0
+    """Interval at which the file is looked at."""
     api_key_hashes: tuple[str, ...] = ()
     """More keys, each as sha256:HEX. Without any key, callers need none."""
     requests_per_minute: Annotated[int, Ge(0)] = 0

@@ -74,6 +74,7 @@ class ProxyServer:
         pool = asyncio.create_task(self.service.pool.run())
         http = asyncio.create_task(self._http.serve(sockets=[self._socket]))
         stopping = asyncio.create_task(self._stopping.wait())
+        keys = asyncio.create_task(self.service.accounts.follow())
         try:
             while not self._http.started and not http.done():
                 await asyncio.sleep(0.005)
@@ -84,9 +85,9 @@ class ProxyServer:
             if pool.done():
                 pool.result()
         finally:
-            stopping.cancel()
-            pool.cancel()
-            await asyncio.gather(pool, stopping, return_exceptions=True)
+            for task in (stopping, pool, keys):
+                task.cancel()
+            await asyncio.gather(pool, stopping, keys, return_exceptions=True)
 
     def write_ports(self, path: Path) -> None:
         """Publish the bound ports, atomically."""
@@ -108,6 +109,7 @@ async def serve(config: ProxyConfig, tokenizer: Tokenizer, ports_file: Path | No
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stop)
+    loop.add_signal_handler(signal.SIGHUP, server.service.accounts.reload)
     running = asyncio.create_task(server.run())
     if ports_file is not None:
         listening = asyncio.create_task(server.listening.wait())

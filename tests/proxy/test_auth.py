@@ -1,5 +1,6 @@
 """API keys and rate limits, over HTTP and gRPC."""
 
+import asyncio
 from pathlib import Path
 
 import grpc
@@ -51,6 +52,13 @@ def test_a_malformed_key_file_is_refused_without_showing_keys(tmp_path: Path, li
     with pytest.raises(ValueError, match="keys") as refused:
         load_keys(config(api_keys_file=str(path)))
     assert "sk-plain-text" not in str(refused.value)
+
+
+def test_a_key_file_that_is_no_text_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="keys is not a text file"):
+        load_keys(config(api_keys_file=str(path)))
 
 
 def test_the_config_with_keys_survives_json() -> None:
@@ -140,6 +148,42 @@ async def test_grpc_needs_the_same_key(stand: StandFactory) -> None:
             assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
         reply = await stub.Generate(request, metadata=(("authorization", f"Bearer {KEY}"),))
         assert reply.choices[0].text
+
+
+async def test_the_key_file_may_change_while_the_proxy_runs(
+    stand: StandFactory, tmp_path: Path
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"old {hash_key('old')}\nkept {hash_key('kept')} requests_per_minute=1\n")
+    async with stand(api_keys_file=str(path), api_keys_poll_s=0.02) as proxy:
+
+        async def status(key: str) -> int:
+            headers = {"authorization": f"Bearer {key}"}
+            reply = await proxy.http.post("/v1/completions", json=BODY, headers=headers)
+            return reply.status_code
+
+        async def until(key: str, wanted: int) -> None:
+            async with asyncio.timeout(5):
+                while await status(key) != wanted:
+                    await asyncio.sleep(0.01)
+
+        assert [await status("old"), await status("kept"), await status("kept")] == [200, 200, 429]
+        lines = f"new {hash_key('new')}\nkept {hash_key('kept')} requests_per_minute=1\n"
+        path.write_text(lines)
+        await until("new", 200)
+        assert await status("old") == 401
+        # What a key has used is not forgotten.
+        assert await status("kept") == 429
+        for bad in ("new sk-plain", "# none", "\udcff"):
+            path.write_bytes(bad.encode(errors="surrogateescape"))
+            await asyncio.sleep(0.1)
+            assert [await status("new"), await status("old")] == [200, 401]
+        path.unlink()
+        await asyncio.sleep(0.1)
+        assert await status("new") == 200
+        path.write_text(f"old {hash_key('old')}\n")
+        await until("old", 200)
+        assert await status("new") == 401
 
 
 async def test_a_key_over_its_limit_waits_and_others_do_not(
