@@ -162,10 +162,7 @@ class _Routes:
         else:
             body = parse_body(TokenizeTextBody, raw)
         tokens = await self._service.builder.tokenize(body)
-        strings = None
-        if body.return_token_strs:
-            token_bytes = self._service.tokenizer.token_bytes
-            strings = [token_bytes[token].decode(errors="replace") for token in tokens]
+        strings = self._service.tokenizer.token_strs(tokens) if body.return_token_strs else None
         return _json_response(
             {
                 "count": len(tokens),

@@ -1,8 +1,8 @@
 """Request bodies over HTTP: size, content type and JSON, each with its own error."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 import orjson
@@ -74,52 +74,67 @@ class WriteWatch:
     """When the write that is in progress began; None between writes."""
 
     began_s: float | None = None
+    has_stalled: bool = False
+
+
+@contextmanager
+def cancel_stalled_writes(timeout_s: float) -> Iterator[WriteWatch]:
+    """Cancel the current task when a write of its block lasts `timeout_s`.
+
+    The block notes its writes in the WriteWatch. (A timer for each write would cost more than the
+    write.)
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    loop = asyncio.get_running_loop()
+    writes = WriteWatch()
+    timer: asyncio.TimerHandle | None = None
+
+    def check() -> None:
+        nonlocal timer
+        if writes.began_s is not None and loop.time() - writes.began_s >= timeout_s:
+            writes.has_stalled = True
+            task.cancel()
+        else:
+            timer = loop.call_later(timeout_s / 4, check)
+
+    check()
+    try:
+        yield writes
+    finally:
+        if timer is not None:
+            timer.cancel()
 
 
 @asynccontextmanager
 async def cancel_on_disconnect(receive: Receive, timeout_s: float) -> AsyncIterator[WriteWatch]:
     """Cancel the block when the client closes its connection; the body must have been read.
 
-    The block notes its writes in the WriteWatch; one that lasts `timeout_s` is a client that does
-    not read. (A timer for each write would cost more than the write.)
+    A client that reads nothing for `timeout_s` while the block writes counts as gone.
 
     Raises: ClientDisconnected: instead of the cancellation.
     """
     task = asyncio.current_task()
     assert task is not None
-    loop = asyncio.get_running_loop()
-    is_gone = False
-    writes = WriteWatch()
-    timer: asyncio.TimerHandle | None = None
-
-    def check_writes() -> None:
-        nonlocal is_gone, timer
-        if writes.began_s is not None and loop.time() - writes.began_s >= timeout_s:
-            is_gone = True
-            task.cancel()
-        else:
-            timer = loop.call_later(timeout_s / 4, check_writes)
-
-    check_writes()
+    is_closed = False
 
     async def watch() -> None:
-        nonlocal is_gone
+        nonlocal is_closed
         while (await receive())["type"] != "http.disconnect":
             pass
-        is_gone = True
+        is_closed = True
         task.cancel()
 
     watcher = asyncio.create_task(watch())
-    try:
-        yield writes
-        if is_gone:
-            # The cancellation is on its way to the next await; take it here.
-            await asyncio.sleep(0)
-    except asyncio.CancelledError:
-        if is_gone and task.uncancel() == 0:
-            raise ClientDisconnected from None
-        raise
-    finally:
-        if timer is not None:
-            timer.cancel()
-        watcher.cancel()
+    with cancel_stalled_writes(timeout_s) as writes:
+        try:
+            yield writes
+            if is_closed or writes.has_stalled:
+                # The cancellation is on its way to the next await; take it here.
+                await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            if (is_closed or writes.has_stalled) and task.uncancel() == 0:
+                raise ClientDisconnected from None
+            raise
+        finally:
+            watcher.cancel()

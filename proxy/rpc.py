@@ -7,7 +7,6 @@ metadata, and `retry-after` where it helps.
 
 import asyncio
 import contextlib
-import json
 import logging
 import math
 import time
@@ -21,9 +20,10 @@ from grpc_reflection.v1alpha import reflection
 
 from protos import inference_pb2
 from proxy.auth import Account
-from proxy.choice import Delta, TextLogprob
-from proxy.errors import InternalError, InvalidRequest, ProxyError, Unsupported
+from proxy.choice import Delta
+from proxy.errors import InternalError, InvalidRequest, ProxyError
 from proxy.generation import Usage
+from proxy.http_body import cancel_stalled_writes
 from proxy.openai import (
     ChatCompletionBody,
     CompletionBody,
@@ -34,6 +34,14 @@ from proxy.openai import (
 )
 from proxy.openai_responses import ChoiceResult, select_choices
 from proxy.request import GenerationRequest, Progress
+from proxy.rpc_messages import (
+    chat_body,
+    choice_delta,
+    completion_body,
+    conversation_body,
+    usage_message,
+    whole_choice,
+)
 from proxy.service import Service
 
 logger = logging.getLogger(__name__)
@@ -43,6 +51,7 @@ _MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 RequestT = TypeVar("RequestT", bound=Message)
+StreamRequestT = TypeVar("StreamRequestT", inference_pb2.GenerateRequest, inference_pb2.ChatRequest)
 
 
 class RpcServer:
@@ -139,17 +148,26 @@ class _Inference:
 
     def _streaming(
         self,
-        kind: type[RequestT],
-        build: Callable[[RequestT], Awaitable[GenerationRequest]],
+        kind: type[StreamRequestT],
+        build: Callable[[StreamRequestT], Awaitable[GenerationRequest]],
         api: str,
     ) -> "grpc.RpcMethodHandler[Any, Any]":
+        timeout_s = self._service.config.client_write_timeout_s
+
         async def call(data: bytes, context: Context) -> AsyncIterator[bytes]:
             try:
                 account = self._authenticate(context)
-                request = await build(self._parse(kind, data))
-                async with contextlib.aclosing(self._stream(request, api, account)) as chunks:
-                    async for chunk in chunks:
-                        yield chunk.SerializeToString()
+                message = self._parse(kind, data)
+                request = await build(message)
+                continuous = message.options.continuous_usage_stats
+                stream = self._stream(request, api, account, continuous_usage=continuous)
+                loop = asyncio.get_running_loop()
+                with cancel_stalled_writes(timeout_s) as writes:
+                    async with contextlib.aclosing(stream) as chunks:
+                        async for chunk in chunks:
+                            writes.began_s = loop.time()
+                            yield chunk.SerializeToString()
+                            writes.began_s = None
             except ProxyError as error:
                 await _abort(context, error)
             except Exception:  # outermost: the client must get a status
@@ -177,24 +195,14 @@ class _Inference:
     async def _generate_request(
         self, request: inference_pb2.GenerateRequest, *, stream: bool = True
     ) -> GenerationRequest:
-        body = {"model": request.model, "stream": stream, **_options(request.options)}
-        if request.HasField("text"):
-            body["prompt"] = request.text
-        elif request.HasField("token_ids"):
-            body["prompt"] = list(request.token_ids.ids)
-        return await self._service.builder.completion(parse_body(CompletionBody, body))
+        body = parse_body(CompletionBody, completion_body(request, stream=stream))
+        return await self._service.builder.completion(body)
 
     async def _chat_request(
         self, request: inference_pb2.ChatRequest, *, stream: bool = True
     ) -> GenerationRequest:
-        body = {**_conversation(request), "stream": stream, **_options(request.options)}
-        for name in ("echo", "best_of"):
-            if body.pop(name, None):
-                raise Unsupported(f"{name} is for Generate only", param=name)
-        if "logprobs" in body:
-            body["top_logprobs"] = body["logprobs"]
-            body["logprobs"] = True
-        return await self._service.builder.chat(parse_body(ChatCompletionBody, body))
+        body = parse_body(ChatCompletionBody, chat_body(request, stream=stream))
+        return await self._service.builder.chat(body)
 
     async def _generate(self, request: inference_pb2.GenerateRequest, account: Account) -> Message:
         generation = await self._generate_request(request, stream=False)
@@ -209,13 +217,17 @@ class _Inference:
         if request.HasField("add_special_tokens"):
             body["add_special_tokens"] = request.add_special_tokens
         if request.HasField("chat"):
-            body = {**_conversation(request.chat), **body}
+            body = {**conversation_body(request.chat), **body}
             tokens = await self._service.builder.tokenize(parse_body(TokenizeChatBody, body))
         else:
             body["prompt"] = request.text
             tokens = await self._service.builder.tokenize(parse_body(TokenizeTextBody, body))
+        strings = self._service.tokenizer.token_strs(tokens) if request.return_token_strs else ()
         return inference_pb2.TokenizeResponse(
-            tokens=tokens, count=len(tokens), max_model_len=self._service.max_model_len()
+            tokens=tokens,
+            count=len(tokens),
+            max_model_len=self._service.max_model_len(),
+            token_strs=strings,
         )
 
     async def _detokenize(
@@ -249,42 +261,30 @@ class _Inference:
             id=request.request_id,
             model=request.model,
             created=int(time.time()),
-            choices=[
-                _choice(
-                    request,
-                    Delta(
-                        index=choice.index,
-                        text=choice.text,
-                        reasoning=choice.reasoning,
-                        tool_calls=tuple(choice.tool_calls),
-                        token_ids=choice.token_ids,
-                        logprobs=choice.logprobs,
-                        finish_reason=choice.finish_reason,
-                        stop_reason=choice.stop_reason,
-                        prompt_logprobs=choice.prompt_logprobs,
-                    ),
-                )
-                for choice in select_choices(choices, request)
-            ],
-            usage=_usage(usage),
+            choices=[whole_choice(request, choice) for choice in select_choices(choices, request)],
+            usage=usage_message(usage),
         )
 
     async def _stream(
-        self, request: GenerationRequest, api: str, account: Account
+        self, request: GenerationRequest, api: str, account: Account, *, continuous_usage: bool
     ) -> AsyncGenerator[inference_pb2.GenerateChunk, None]:
         usage = Usage(prompt_tokens=request.num_prompt_tokens)
         created = int(time.time())
+        opened: set[int] = set()
         async with contextlib.aclosing(self._deltas(request, api, account)) as deltas:
             async for delta in deltas:
                 usage.add(delta, request)
+                choice = choice_delta(request, delta, is_first=delta.index not in opened)
+                opened.add(delta.index)
                 yield inference_pb2.GenerateChunk(
                     id=request.request_id,
                     model=request.model,
                     created=created,
-                    choices=[_choice(request, delta)],
+                    choices=[choice],
+                    usage=usage_message(usage) if continuous_usage else None,
                 )
         yield inference_pb2.GenerateChunk(
-            id=request.request_id, model=request.model, created=created, usage=_usage(usage)
+            id=request.request_id, model=request.model, created=created, usage=usage_message(usage)
         )
 
     async def _deltas(
@@ -307,110 +307,12 @@ class _Inference:
             self._service.count(api, progress, error)
 
 
-def _conversation(request: inference_pb2.ChatRequest) -> dict[str, Any]:
-    body: dict[str, Any] = {
-        "model": request.model,
-        "messages": [_message(message) for message in request.messages],
-    }
-    if request.HasField("parallel_tool_calls"):
-        body["parallel_tool_calls"] = request.parallel_tool_calls
-    if request.continue_final_message:
-        body["continue_final_message"] = True
-    if request.tools_json:
-        body["tools"] = _json(request.tools_json, "tools_json")
-    if request.tool_choice_json in ("none", "auto", "required"):
-        body["tool_choice"] = request.tool_choice_json
-    elif request.tool_choice_json:
-        body["tool_choice"] = _json(request.tool_choice_json, "tool_choice_json")
-    if request.HasField("add_generation_prompt"):
-        body["add_generation_prompt"] = request.add_generation_prompt
-    if request.chat_template_kwargs_json:
-        body["chat_template_kwargs"] = _json(
-            request.chat_template_kwargs_json, "chat_template_kwargs_json"
-        )
-    return body
-
-
-def _json(text: str, param: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{param} is not JSON: {error}", param=param) from None
-
-
-def _message(message: inference_pb2.ChatMessage) -> dict[str, Any]:
-    body: dict[str, Any] = {"role": message.role, "content": message.content}
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        if value := {field.name: value for field, value in message.ListFields()}.get(name):
-            body[name] = value
-    if message.tool_calls:
-        body["tool_calls"] = [
-            {"id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
-            for call in message.tool_calls
-        ]
-    return body
-
-
-def _options(options: inference_pb2.GenerationOptions) -> dict[str, Any]:
-    """Options that are set, under their names in the HTTP API (they are the same)."""
-    body: dict[str, Any] = {}
-    for field, value in options.ListFields():
-        if field.name == "logit_bias":
-            body[field.name] = dict(options.logit_bias)
-        elif field.name in ("stop", "stop_token_ids", "guided_choice"):
-            body[field.name] = list(value)
-        elif field.name == "response_format_json":
-            body["response_format"] = _json(value, field.name)
-        else:
-            body[field.name] = value
-    return body
-
-
-def _choice(request: GenerationRequest, delta: Delta) -> inference_pb2.Choice:
-    shown = (delta.logprobs or ()) if request.shows_logprobs else ()
-    return inference_pb2.Choice(
-        index=delta.index,
-        text=delta.text,
-        token_ids=delta.token_ids,
-        finish_reason=delta.finish_reason.value if delta.finish_reason else "",
-        logprobs=[_position(entry) for entry in shown],
-        tool_calls=[
-            inference_pb2.ToolCall(
-                index=call.index, id=call.id, name=call.name, arguments=call.arguments
-            )
-            for call in delta.tool_calls
-        ],
-        reasoning_content=delta.reasoning,
-        prompt_logprobs=[_position(entry) for entry in delta.prompt_logprobs or ()],
-        stop_reason="" if delta.stop_reason is None else str(delta.stop_reason),
-    )
-
-
-def _position(entry: TextLogprob) -> inference_pb2.PositionLogprobs:
-    return inference_pb2.PositionLogprobs(
-        sampled=_logprob(entry.token_id, entry.data, entry.logprob or 0.0),
-        top=[_logprob(*top) for top in entry.top],
-    )
-
-
-def _logprob(token_id: int, data: bytes, logprob: float) -> inference_pb2.Logprob:
-    token = data.decode(errors="replace")
-    return inference_pb2.Logprob(token=token, token_id=token_id, logprob=logprob, bytes=data)
-
-
-def _usage(usage: Usage) -> inference_pb2.Usage:
-    return inference_pb2.Usage(
-        prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.completion_tokens,
-        total_tokens=usage.prompt_tokens + usage.completion_tokens,
-        cached_tokens=usage.cached_tokens,
-    )
-
-
 async def _abort(context: Context, error: ProxyError) -> None:
     metadata = [("pdserve-error-code", error.code)]
     if error.param is not None:
-        metadata.append(("pdserve-error-param", error.param))
+        # Metadata is ASCII; a param may hold a key of the client's.
+        param = error.param.encode("ascii", "backslashreplace").decode()
+        metadata.append(("pdserve-error-param", param))
     if error.retry_after_s is not None:
         metadata.append(("retry-after", str(max(1, math.ceil(error.retry_after_s)))))
     await context.abort(error.grpc_status, error.message, tuple(metadata))

@@ -72,6 +72,10 @@ class Tokenizer:
         """Text of a whole sequence; bytes that are not UTF-8 become U+FFFD."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
+    def token_strs(self, token_ids: Sequence[int]) -> list[str]:
+        """Tokens as the vocabulary spells them, such as `\u0120the` or `\u2581the`."""
+        return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

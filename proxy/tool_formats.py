@@ -117,7 +117,7 @@ def strict_rules(
     if tool_format == "llama3":
         # The answer is calls or it is text; what begins as a call must be one.
         text = f"/\\s*[^{{\\s](.|\\n)*/ & ~/\\s*{re.escape(PYTHON_TAG)}(.|\\n)*/"
-        return f"answer: calls | TEXT\nTEXT: {text}\n{calls}"
+        return f"answer: calls | TEXT?\nTEXT: {text}\n{calls}"
     if tool_format == "deepseek":
         begin, rest, repeat = CALLS_BEGIN, "calls_rest", ""
     else:
