@@ -8,6 +8,7 @@ from pathlib import Path
 
 import uvloop
 
+from proxy.auth import load_keys
 from proxy.config import ProxyConfig
 from proxy.server import serve
 from proxy.tokenizer import load_tokenizer
@@ -25,6 +26,10 @@ def main() -> None:
         format="%(asctime)s proxy %(levelname)s %(name)s: %(message)s",
     )
     config = ProxyConfig.from_json(arguments.config.read_text())
+    try:
+        load_keys(config)
+    except (ValueError, OSError) as error:
+        sys.exit(f"the API keys cannot be loaded: {error}")
     try:
         tokenizer = load_tokenizer(Path(config.model_path))
     except (ValueError, OSError) as error:

@@ -83,6 +83,9 @@ class BodyTooLarge(InvalidRequest):
     status = 413
     default_code = "request_too_large"
 
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(f"the body has more than {limit_bytes} bytes, which is the limit")
+
 
 class Unauthenticated(ProxyError):
     """No API key, or a wrong one."""

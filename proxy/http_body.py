@@ -50,7 +50,7 @@ async def _read(receive: Receive, max_bytes: int) -> bytes:
         if not message.get("more_body", False):
             break
     if num_bytes > max_bytes:
-        raise BodyTooLarge(f"the body has more than {max_bytes} bytes, which is the limit")
+        raise BodyTooLarge(max_bytes)
     return b"".join(chunks)
 
 

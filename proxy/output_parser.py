@@ -363,5 +363,5 @@ def parse_arguments(text: str) -> object:
     """Arguments as chat templates expect them: an object if they are one, else their text."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text

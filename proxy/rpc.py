@@ -21,7 +21,7 @@ from grpc_reflection.v1alpha import reflection
 from protos import inference_pb2
 from proxy.auth import Account
 from proxy.choice import Delta
-from proxy.errors import InternalError, InvalidRequest, ProxyError
+from proxy.errors import BodyTooLarge, InternalError, InvalidRequest, ProxyError
 from proxy.generation import Usage
 from proxy.http_body import cancel_stalled_writes
 from proxy.openai import (
@@ -186,7 +186,7 @@ class _Inference:
     def _parse(self, kind: type[RequestT], data: bytes) -> RequestT:
         limit = self._service.config.limits.max_body_bytes
         if len(data) > limit:
-            raise InvalidRequest(f"the message has {len(data)} bytes, the limit is {limit}")
+            raise BodyTooLarge(limit)
         try:
             return kind.FromString(data)
         except DecodeError as error:

@@ -133,6 +133,18 @@ async def test_tokenize_and_detokenize_are_inverse(stand: StandFactory) -> None:
             "/tokenize",
             json={"messages": [{"role": "user", "content": "hi"}], "return_token_strs": True},
         )
-        assert "".join(chat.json()["token_strs"]).endswith("<|im_start|>assistant\n")
+        # As the vocabulary spells them: a space is U+0120, a new line U+010A.
+        strings = chat.json()["token_strs"]
+        assert len(strings) == chat.json()["count"]
+        assert strings[-4:] == ["<|im_start|>", "ass", "istant", "\u010a"]
+        more = await proxy.http.post(
+            "/tokenize", json={"prompt": " the", "return_token_strs": True}
+        )
+        assert more.json()["token_strs"] == ["\u0120the"]
+        messages = [{"role": "user", "content": "hi"}]
+        for options, is_open in (({}, True), ({"add_generation_prompt": False}, False)):
+            reply = await proxy.http.post("/tokenize", json={"messages": messages, **options})
+            assert reply.json()["token_strs"] is None
+            assert (reply.json()["tokens"] == chat.json()["tokens"]) == is_open
         bad = await proxy.http.post("/detokenize", json={"tokens": [10**6]})
         assert bad.status_code == 400
