@@ -31,6 +31,7 @@ app = typer.Typer(
 _DEFAULT_FILE = Path("pdserve.yaml")
 _STATE_ROOT = Path.home() / ".pdserve"
 _SCALE_TIMEOUT_S = 120.0
+_MAX_SECONDS = 7 * 24 * 3600.0
 
 ConfigFile = Annotated[
     Path | None, typer.Option("-c", "--config", help="Default: ./pdserve.yaml if it exists.")
@@ -305,9 +306,12 @@ def _overrides(model: str | None, overrides: list[str] | None, insecure: bool) -
 
 def _seconds(option: str, text: str) -> float:
     try:
-        return parse_seconds(text)
+        seconds = parse_seconds(text)
     except ValueError as error:
         raise ConfigError([f"{option} {text} is not allowed: {error}"]) from None
+    if seconds > _MAX_SECONDS:
+        raise ConfigError([f"{option} {text} is not allowed: at most {_MAX_SECONDS:.0f} s"])
+    return seconds
 
 
 def _api_keys() -> list[str]:

@@ -223,9 +223,10 @@ def _check_addresses(config: ServiceConfig) -> list[str]:
     if not is_host(config.host):
         problems.append(f"host: {json.dumps(config.host)} is not allowed: an address or host name")
     name = config.public_name
+    key = "model" if config.served_model_name is None else "served_model_name"
     if not name.isprintable() or name != name.strip() or len(name) > _MAX_MODEL_NAME_CHARS:
         problems.append(
-            f"served_model_name: {json.dumps(name)} is not allowed: at most "
+            f"{key}: {json.dumps(name)} is not allowed as the name that clients use: at most "
             f"{_MAX_MODEL_NAME_CHARS} printable characters, no space at either end"
         )
     if config.http_port == config.grpc_port != 0:

@@ -28,12 +28,13 @@ class _Loader(yaml.SafeLoader):
         """Build one section."""
         seen: set[str] = set()
         for key, _ in node.value:
-            if key.value in seen and isinstance(key, yaml.ScalarNode):
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.MarkedYAMLError(problem="a key is no text", problem_mark=key.start_mark)
+            if key.value in seen:
                 raise yaml.MarkedYAMLError(
                     problem=f"`{key.value}` stands twice", problem_mark=key.start_mark
                 )
-            if isinstance(key, yaml.ScalarNode):
-                seen.add(key.value)
+            seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 
@@ -53,6 +54,10 @@ def parse_config(values: Mapping[str, Any]) -> ServiceConfig:
 
     Raises: ConfigError: with every problem found.
     """
+    try:
+        json.dumps(values, default=str)
+    except (ValueError, RecursionError):
+        raise ConfigError(["a value is nested too deeply, or contains itself"]) from None
     problems = list(_unknown_keys(values, ServiceConfig, ""))
     if problems:
         raise ConfigError(problems)
@@ -69,10 +74,12 @@ def parse_config(values: Mapping[str, Any]) -> ServiceConfig:
 
 def _read(path: Path) -> Values:
     try:
-        values = yaml.load(path.read_text(), _Loader)  # a SafeLoader
+        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # a SafeLoader
     except FileNotFoundError:
         raise ConfigError([f"{path}: no such file"]) from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except OSError as error:
+        raise ConfigError([f"{path} cannot be read: {error.strerror}"]) from None
+    except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise ConfigError([f"{path}: {error}"]) from None
     if values is None:
         return {}
@@ -87,7 +94,7 @@ def _apply(values: Values, override: str) -> None:
         raise ConfigError([f"--set {override}: expected key=value, such as decoder.replicas=2"])
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, RecursionError):
         value = text
     *sections, name = key.split(".")
     for section in sections:

@@ -134,7 +134,8 @@ class StateFolder:
 
     def _exists_message(self) -> str:
         state = self.read()
-        where = f" (pid {state.pid}, {state.http_url})" if state else ""
+        url = f", {state.http_url}" if state and state.http_port else ""
+        where = f" (pid {state.pid}{url})" if state else ""
         return (
             f"service `{self.service}` runs already{where}: "
             "stop it with `pdserve down`, or start another with --set service=NAME and other ports"

@@ -65,6 +65,8 @@ def test_scale_takes_roles_and_numbers() -> None:
     assert len(caught.value.problems) == 4
     with pytest.raises(ConfigError, match="decoder=2 is not allowed: decoder is 1 already"):
         parse_numbers(["decoder=1", "decoder=2"])
+    result = CliRunner().invoke(app, ["scale", "decoder=1", "--grace", "100000h"])
+    assert "--grace 100000h is not allowed: at most 604800 s" in str(result.exception)
 
 
 def test_asking_for_the_status_does_not_import_ray_or_torch() -> None:

@@ -72,8 +72,11 @@ def test_defaults_are_valid_and_serve_the_packaged_model_on_loopback() -> None:
         ("host=http://a", 'host: "http://a" is not allowed: an address or host name'),
         ("host=a..b", 'host: "a..b" is not allowed: an address or host name'),
         ("host=[::1]", "host: "),
-        ('served_model_name="a\\nb"', 'served_model_name: "a\\nb" is not allowed: at most 256'),
-        ("served_model_name=' a'", 'served_model_name: " a" is not allowed: at most 256'),
+        ('model="a\\nb"', 'model: "a\\nb" is not allowed as the name that clients use'),
+        ("proxy.cors_origins=&a [*a]", "contains itself"),
+        ("proxy.cors_origins=" + "[" * 5000, 'proxy.cors_origins: "[[['),
+        ('served_model_name="a\\nb"', 'served_model_name: "a\\nb" is not allowed as'),
+        ("served_model_name=' a'", 'served_model_name: " a" is not allowed as'),
         ("decoder.replicas", "--set decoder.replicas: expected key=value"),
     ],
 )
@@ -172,7 +175,7 @@ def test_a_key_that_stands_twice_is_refused_with_its_line(
         load_config(path)
 
 
-@pytest.mark.parametrize("text", ["- a\n", "a: [", "just text"])
+@pytest.mark.parametrize("text", ["- a\n", "a: [", "just text", "? [a]\n: 2\n", "[" * 5000])
 def test_a_file_that_is_no_mapping_is_refused_with_its_name(tmp_path: Path, text: str) -> None:
     path = tmp_path / "x.yaml"
     path.write_text(text)
