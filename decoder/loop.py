@@ -170,7 +170,9 @@ class DecodeLoop:
         request = entry.request
         first_block = request.num_cached_tokens // self._blocks.block_size
         block_ids = request.block_ids[first_block:]
-        self._receiver.expect(request.key, block_ids)
+        self._receiver.expect(
+            request.key, block_ids, first_block=first_block, num_tokens=request.num_tokens
+        )
         entry.expecting = True
         # The first decode step may start a new block; asking now spares a preemption.
         self._blocks.allocate(request, request.num_tokens + 1)
@@ -180,6 +182,8 @@ class DecodeLoop:
             link_address=self._link_address,
             first_block=first_block,
             block_ids=block_ids,
+            block_size=self._blocks.block_size,
+            num_tokens=request.num_tokens,
         )
         self._replies.send(
             request.key,

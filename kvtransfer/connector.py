@@ -12,7 +12,8 @@ from kvtransfer.link import (
     ReceiveEvent,
     TransferResult,
 )
-from kvtransfer.receiver import Receiver, ReceiverStats
+from kvtransfer.receiver import Receiver
+from kvtransfer.receiver_stats import ReceiverStats
 from kvtransfer.sender import Sender
 from kvtransfer.transfer import Transfer
 

@@ -2,10 +2,11 @@
 
 Per layer two parts, K and V, each [num_blocks, num_kv_heads, block_size, head_dim], contiguous;
 with MLA the parts are latent [num_blocks, 1, block_size, kv_lora_rank] and rope [num_blocks, 1,
-block_size, rope_dim]. One head of one block is one run of bytes.
+block_size, rope_dim]. With scales (int8 KV) each has a part of scales beside it, [num_blocks,
+num_kv_heads, block_size, 1]. One head of one block is one run of bytes.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import xxhash
 
@@ -16,13 +17,19 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 
 @dataclass(frozen=True, slots=True)
 class KVPart:
-    """One of the two tensors of a layer."""
+    """One of the tensors of a layer."""
 
     name: str
-    """k, v, latent or rope."""
+    """k, v, latent or rope, or one of these followed by _scale."""
     num_heads: int
     width: int
     """Elements of one token of one head."""
+    dtype: str
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one token of one head."""
+        return self.width * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,16 +53,27 @@ class KVLayout:
     """MLA rope width; 0 for plain attention."""
     weights: str = "none"
     """Quantisation of the weights that compute the KV: others give other KV."""
+    scale_dtype: str = ""
+    """Type of one scale per token and head, for quantised KV; empty: no scales."""
 
     @property
-    def parts(self) -> tuple[KVPart, KVPart]:
-        """The two tensors of a layer, in the order in which they are stored and hashed."""
+    def parts(self) -> tuple[KVPart, ...]:
+        """The tensors of a layer, in the order in which they are stored and hashed."""
         if self.kv_lora_rank:
-            return KVPart("latent", 1, self.kv_lora_rank), KVPart("rope", 1, self.rope_dim)
-        return (
-            KVPart("k", self.num_kv_heads, self.head_dim),
-            KVPart("v", self.num_kv_heads, self.head_dim),
-        )
+            widths = {"latent": self.kv_lora_rank, "rope": self.rope_dim}
+        else:
+            widths = {"k": self.head_dim, "v": self.head_dim}
+        parts = [KVPart(name, self.num_heads, width, self.dtype) for name, width in widths.items()]
+        if self.scale_dtype:
+            parts += [
+                KVPart(f"{name}_scale", self.num_heads, 1, self.scale_dtype) for name in widths
+            ]
+        return tuple(parts)
+
+    @property
+    def num_heads(self) -> int:
+        """Heads of every part: num_kv_heads, or 1 with MLA."""
+        return 1 if self.kv_lora_rank else self.num_kv_heads
 
     @property
     def num_model_heads(self) -> int:
@@ -74,7 +92,7 @@ class KVLayout:
 
     @property
     def block_bytes_all_layers(self) -> int:
-        """Bytes that one block takes in both parts over all layers."""
+        """Bytes that one block takes in all parts over all layers."""
         return self.num_layers * sum(self.part_block_bytes(part) for part in self.parts)
 
     @property
@@ -83,15 +101,26 @@ class KVLayout:
         return xxhash.xxh3_64_hexdigest(repr(sorted(asdict(self).items())).encode())
 
     def shapes(self, num_blocks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of the two tensors of a layer."""
+        """Of the first two tensors of a layer: the values, without scales."""
         first, second = (
-            (num_blocks, part.num_heads, self.block_size, part.width) for part in self.parts
+            (num_blocks, part.num_heads, self.block_size, part.width) for part in self.parts[:2]
         )
         return first, second
 
     def part_block_bytes(self, part: KVPart) -> int:
         """Bytes of one block in `part` of one layer."""
-        return part.num_heads * self.block_size * part.width * DTYPE_BYTES[self.dtype]
+        return part.num_heads * self.block_size * part.slot_bytes
+
+    def for_rank(self, tp_rank: int, tp_size: int) -> "KVLayout":
+        """The layout of rank tp_rank where the same model is split over tp_size ranks."""
+        total = self.num_model_heads
+        return replace(
+            self,
+            tp_rank=tp_rank,
+            tp_size=tp_size,
+            num_kv_heads=1 if self.kv_lora_rank else max(1, total // tp_size),
+            total_num_kv_heads=total,
+        )
 
     def to_proto(self) -> worker_pb2.KVLayout:
         """The same on the wire."""
@@ -112,4 +141,5 @@ class KVLayout:
             kv_lora_rank=message.kv_lora_rank,
             rope_dim=message.rope_dim,
             weights=message.weights,
+            scale_dtype=message.scale_dtype,
         )

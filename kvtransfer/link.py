@@ -24,10 +24,11 @@ LINK_OPTIONS: Sequence[tuple[str, int]] = (
 
 
 class BlockCopy(NamedTuple):
-    """Copy a block of the writer to block number target_index of those the reader reserved."""
+    """A block of the writer, and which of the prompt's blocks it holds, in the writer's size."""
 
     source_block_id: int
-    target_index: int
+    block_index: int
+    """Tokens from block_index * block_size on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +40,9 @@ class TransferResult:
     error: str
     """Empty if ok."""
     num_bytes: int
-    """Counted by the transport."""
+    """Counted by the transport, over all ranks of the reader."""
     num_blocks: int
-    """Target blocks of which every layer was written."""
+    """Blocks of the writer of which every layer was written."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,31 +1,30 @@
-"""The reader's side of KV transfer: which reserved blocks a writer may fill, and when they may be
-used or reused.
+"""The reader's side of KV transfer: which reserved blocks writers may fill, and when they may be
+used or reused. One per rank.
 
-    expect --BeginWrite--> GRANTED --EndWrite(complete)---> VERIFYING --> KVArrived |
-    KVFailed(quiet)
-       |                      |----EndWrite(incomplete)--------------> KVFailed(quiet) |
-       |----link broken--> KVFailed(not quiet) --grace--> KVQuiet |
-       +----cancel--> AbortWrite --EndWrite, or link broken and grace--> KVQuiet +--cancel-->
-       KVQuiet
+    expect --BeginWrite of each writer rank--> granted --EndWrite(complete) of each--> verified
+      all ranks verified                     --> KVArrived
+      a rank fails, or a checksum differs    --> KVFailed(quiet); others are told to stop, and then
+                                                 it is KVFailed(not quiet) ... KVQuiet
+      a link breaks                          --> KVFailed(not quiet) --grace--> KVQuiet
+      cancel                                 --> AbortWrite --EndWrite, or link broken and grace-->
+                                                 KVQuiet
 
 Every cancel is followed by exactly one KVQuiet, also for a key that is over or unknown; a KVFailed
 that is not quiet is followed by exactly one KVQuiet, whether it is cancelled meanwhile or not.
 """
 
 import asyncio
-import contextlib
 import logging
 import threading
 import time
-from collections import Counter
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 
 import grpc
 
-from kvtransfer.checksum import layer_checksum
+from kvtransfer.checksum import HashedRun, runs_checksum
 from kvtransfer.config import KVTransferConfig
 from kvtransfer.errors import TransportUnavailable
 from kvtransfer.layout import KVLayout
@@ -39,9 +38,13 @@ from kvtransfer.link import (
     key_from_proto,
     key_to_proto,
 )
+from kvtransfer.receiver_stats import Counters, PeerCounters, ReceiverStats
 from kvtransfer.registration import KVMemory
+from kvtransfer.reservation import Part, PartState, Reservation
+from kvtransfer.reshard import Placement, Resharding
 from kvtransfer.transports.base import Transport
 from kvtransfer.transports.loading import LoadedTransports, load_transports
+from kvtransfer.writer_stream import WriterStream
 from protos import worker_pb2, worker_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -49,83 +52,15 @@ logger = logging.getLogger(__name__)
 LANDING_POLL_S = 0.005
 
 
-@dataclass(frozen=True, slots=True)
-class ReceiverStats:
-    """What the reader holds and what it has seen."""
-
-    num_expected: int
-    """Keys that no writer was granted yet."""
-    num_granted: int
-    """Keys that a writer may write, or whose checksums are being verified."""
-    num_quarantined: int
-    """Keys that were given up and are not quiet yet."""
-    num_quarantined_blocks: int
-    num_stale: int
-    """Messages that were late, repeated or about an unknown key."""
-    num_arrived: int
-    failures: dict[str, int]
-    """By reason: incomplete, checksum, link."""
-    transfers: list[worker_pb2.TransferPeerStats]
-    """Per writer."""
-
-
-class _Writer:
-    """One open stream of a writer."""
-
-    def __init__(self, engine_id: str, transport: Transport):
-        self.engine_id = engine_id
-        self.transport = transport
-        self.is_broken = False
-        self._loop = asyncio.get_running_loop()
-        self._outgoing: asyncio.Queue[worker_pb2.ReaderMessage | None] = asyncio.Queue()
-
-    def send(self, message: worker_pb2.ReaderMessage | None) -> None:
-        """Queue a message from any thread; None ends the stream."""
-        # A closed loop has no stream left to send on.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._outgoing.put_nowait, message)
-
-    async def next_message(self) -> worker_pb2.ReaderMessage | None:
-        """Wait for what send queued."""
-        return await self._outgoing.get()
-
-    def call_later(self, delay_s: float, callback: Callable[[], None]) -> None:
-        """Run callback on the loop of the stream."""
-        self._loop.call_soon_threadsafe(self._loop.call_later, delay_s, callback)
-
-
-@dataclass(slots=True, eq=False)
-class _Reservation:
-    """Blocks that one key waits for."""
-
-    block_ids: tuple[int, ...]
-    writer: _Writer | None = None
-    is_cancelled: bool = False
-    is_verifying: bool = False
-    is_quarantined: bool = False
-
-
-@dataclass(slots=True)
-class _PeerCounters:
-    transport: str = ""
-    num_transfers: int = 0
-    num_blocks: int = 0
-    num_failures: int = 0
-
-
-@dataclass(slots=True)
-class _Counters:
-    num_stale: int = 0
-    num_arrived: int = 0
-    failures: Counter[str] = field(default_factory=Counter)
-    peers: dict[str, _PeerCounters] = field(default_factory=dict)
+_Reservation = Reservation[WriterStream]
+_Part = Part[WriterStream]
 
 
 class Receiver(worker_pb2_grpc.KVLinkServicer):
     """Servicer of KVLink for a grpc.aio server; the server should be given LINK_OPTIONS.
 
     on_event is called from the loop of the server or from the thread that verifies checksums, one
-    event at a time per key, never with a lock held. It must be cheap and must not raise.
+    event at a time. It must be cheap, must not raise and must not call `close`.
     """
 
     def __init__(
@@ -152,15 +87,25 @@ class Receiver(worker_pb2_grpc.KVLinkServicer):
         self._transports = transports or load_transports(config, memory)
         self._lock = threading.Lock()
         self._reservations: dict[RequestKey, _Reservation] = {}
-        self._writers: set[_Writer] = set()
-        self._counters = _Counters()
+        self._events: deque[ReceiveEvent] = deque()
+        self._emit_lock = threading.Lock()
+        self._writers: set[WriterStream] = set()
+        self._counters = Counters()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="kv-verify")
         self._is_closed = False
 
-    def expect(self, key: RequestKey, block_ids: Sequence[int]) -> None:
-        """Let one writer fill these blocks, once. Any thread.
+    def expect(
+        self,
+        key: RequestKey,
+        block_ids: Sequence[int],
+        *,
+        first_block: int = 0,
+        num_tokens: int = 0,
+    ) -> None:
+        """Let the ranks of one writer fill these blocks, once. Any thread.
 
-        Raises: ValueError: the key is expected already, or a block is out of range.
+        The rest is as in the KVTarget that the writer is given. Raises: ValueError: the key is
+        expected already, or a block is out of range.
         """
         for block_id in block_ids:
             if not 0 <= block_id < self._memory.num_blocks:
@@ -168,7 +113,7 @@ class Receiver(worker_pb2_grpc.KVLinkServicer):
         with self._lock:
             if key in self._reservations:
                 raise ValueError(f"{key} is expected already")
-            self._reservations[key] = _Reservation(tuple(block_ids))
+            self._reservations[key] = _Reservation(tuple(block_ids), first_block, num_tokens)
 
     def cancel(self, key: RequestKey) -> None:
         """Give a key up. Any thread; exactly one KVQuiet follows, see the module's docstring."""
@@ -176,15 +121,14 @@ class Receiver(worker_pb2_grpc.KVLinkServicer):
             if self._is_closed:
                 return
             reservation = self._reservations.get(key)
-            if reservation is not None and reservation.writer is not None:
-                is_first = not reservation.is_cancelled
+            if reservation is not None and not reservation.is_quiet:
+                if not reservation.is_ended:
+                    self._abort_others(key, reservation)
                 reservation.is_cancelled = True
-                if is_first and not (reservation.is_verifying or reservation.is_quarantined):
-                    abort = worker_pb2.AbortWrite(key=key_to_proto(key))
-                    reservation.writer.send(worker_pb2.ReaderMessage(abort=abort))
                 return
             self._reservations.pop(key, None)
-            self._executor.submit(self._emit, KVQuiet(key))
+            self._events.append(KVQuiet(key))
+            self._executor.submit(self._emit)
 
     def close(self) -> None:
         """Refuse writers, end their streams and all threads. No event follows. Idempotent.
@@ -202,13 +146,13 @@ class Receiver(worker_pb2_grpc.KVLinkServicer):
 
     def stats(self) -> ReceiverStats:
         """A consistent view. Any thread."""
-        block_bytes = self._memory.layout.block_bytes_all_layers
         with self._lock:
             reservations = list(self._reservations.values())
-            quarantined = [r for r in reservations if r.is_quarantined or r.is_cancelled]
+            quarantined = [r for r in reservations if r.is_ended]
+            num_begun = sum(bool(r.parts) for r in reservations)
             return ReceiverStats(
-                num_expected=sum(r.writer is None for r in reservations),
-                num_granted=sum(r.writer is not None for r in reservations) - len(quarantined),
+                num_expected=len(reservations) - num_begun,
+                num_granted=num_begun - len(quarantined),
                 num_quarantined=len(quarantined),
                 num_quarantined_blocks=sum(len(r.block_ids) for r in quarantined),
                 num_stale=self._counters.num_stale,
@@ -220,10 +164,10 @@ class Receiver(worker_pb2_grpc.KVLinkServicer):
                         transport=peer.transport,
                         num_transfers=peer.num_transfers,
                         num_blocks=peer.num_blocks,
-                        num_bytes=peer.num_blocks * block_bytes,
+                        num_bytes=peer.num_bytes,
                         num_failures=peer.num_failures,
                     )
-                    for engine_id, peer in self._counters.peers.items()
+                    for (engine_id, _), peer in self._counters.peers.items()
                 ],
             )
 
@@ -241,15 +185,22 @@ class Receiver(worker_pb2_grpc.KVLinkServicer):
         if not is_authorized(context.invocation_metadata() or (), self._token):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong or missing cluster token")
         hello = await self._first_message(request_iterator, context)
-        answer = self._answer(hello)
-        yield worker_pb2.ReaderMessage(hello=answer)
-        if answer.refused:
-            logger.warning("refused writer %s: %s", hello.engine_id, answer.refused)
+        answer = worker_pb2.ReaderHello(
+            engine_id=self._engine_id,
+            incarnation=self._incarnation,
+            layouts=[self._memory.layout.to_proto()],
+        )
+        try:
+            writer = self._accept(hello)
+            answer.endpoint.CopyFrom(writer.transport.endpoint())
+        except (TransportUnavailable, ValueError) as error:
+            logger.warning("refused writer %s: %s", hello.engine_id, error)
+            answer.refused = str(error)
+            yield worker_pb2.ReaderMessage(hello=answer)
             return
-        writer = _Writer(hello.engine_id, self._transports.named(answer.endpoint.transport))
+        yield worker_pb2.ReaderMessage(hello=answer)
         with self._lock:
-            peer = self._counters.peers.setdefault(hello.engine_id, _PeerCounters())
-            peer.transport = writer.transport.name
+            self._peer(writer).transport = writer.transport.name
             self._writers.add(writer)
 
         def on_stream_done(_: object) -> None:
@@ -279,27 +230,20 @@ class Receiver(worker_pb2_grpc.KVLinkServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a link starts with WriterHello")
         return message.hello
 
-    def _answer(self, hello: worker_pb2.WriterHello) -> worker_pb2.ReaderHello:
-        layout = self._memory.layout
-        answer = worker_pb2.ReaderHello(
-            engine_id=self._engine_id,
-            incarnation=self._incarnation,
-            layouts=[layout.to_proto()],
-        )
+    def _accept(self, hello: worker_pb2.WriterHello) -> WriterStream:
+        """Raises: ValueError or TransportUnavailable: why this writer may not write here."""
         layouts = [KVLayout.from_proto(message) for message in hello.layouts]
-        try:
-            # TODO(#5): reshard where they differ in parallel size or block size.
-            if layouts != [layout]:
-                raise TransportUnavailable(
-                    f"layouts differ: writer has {layouts}, reader has {[layout]}"
-                )
-            if self._is_closed:
-                raise TransportUnavailable("the reader is closing")
-            transport = self._choose(hello)
-            answer.endpoint.CopyFrom(transport.endpoint())
-        except TransportUnavailable as error:
-            answer.refused = str(error)
-        return answer
+        if len(layouts) != 1:
+            raise ValueError(f"the writer announced {len(layouts)} layouts, must be its own one")
+        resharding = Resharding.between(layouts[0], self._memory.layout)
+        if not resharding.num_heads:
+            raise ValueError(
+                f"the writer has nothing to write here: it has {resharding.source}, the reader has "
+                f"{resharding.target}"
+            )
+        if self._is_closed:
+            raise TransportUnavailable("the reader is closing")
+        return WriterStream(hello.engine_id, resharding, self._choose(hello))
 
     def _choose(self, hello: worker_pb2.WriterHello) -> Transport:
         for name in hello.transports:
@@ -321,7 +265,7 @@ class Receiver(worker_pb2_grpc.KVLinkServicer):
         )
 
     async def _read(
-        self, writer: _Writer, request_iterator: AsyncIterator[worker_pb2.WriterMessage]
+        self, writer: WriterStream, request_iterator: AsyncIterator[worker_pb2.WriterMessage]
     ) -> None:
         try:
             async for message in request_iterator:
@@ -332,134 +276,170 @@ class Receiver(worker_pb2_grpc.KVLinkServicer):
         finally:
             writer.send(None)
 
-    def _begin(self, writer: _Writer, key: RequestKey) -> None:
+    def _begin(self, writer: WriterStream, key: RequestKey) -> None:
         with self._lock:
             reservation = self._reservations.get(key)
-            reason = ""
             if writer.is_broken:
                 return
+            rank = writer.tp_rank
             if reservation is None:
                 reason = "these blocks are not expected (any more)"
-            elif reservation.writer is writer:
+            elif rank in reservation.parts and reservation.parts[rank].writer is writer:
                 # A repeated message; the grant it asks for is on its way.
                 self._counters.num_stale += 1
                 return
-            elif reservation.writer is not None:
-                reason = "another writer has the grant"
             else:
-                reservation.writer = writer
+                reason = reservation.refusal(writer.engine_id, rank, writer.needed_ranks)
+                if not reason:
+                    reservation.grant(writer, writer.engine_id, rank, writer.needed_ranks)
             self._counters.num_stale += bool(reason)
         grant = worker_pb2.WriteGrant(key=key_to_proto(key), granted=not reason, reason=reason)
         writer.send(worker_pb2.ReaderMessage(grant=grant))
 
-    def _end(self, writer: _Writer, end: worker_pb2.EndWrite) -> None:
+    def _end(self, writer: WriterStream, end: worker_pb2.EndWrite) -> None:
         key = key_from_proto(end.key)
         with self._lock:
             reservation = self._reservations.get(key)
+            part = reservation.parts.get(writer.tp_rank) if reservation is not None else None
             if (
                 reservation is None
-                or reservation.writer is not writer
-                or reservation.is_verifying
-                or reservation.is_quarantined
+                or part is None
+                or part.writer is not writer
+                or part.state is not PartState.WRITING
             ):
                 self._counters.num_stale += 1
                 return
-            if end.complete and not reservation.is_cancelled:
-                reservation.is_verifying = True
-                self._executor.submit(self._verify, key, reservation, writer, tuple(end.checksums))
+            if end.complete and not reservation.is_ended:
+                part.state = PartState.VERIFYING
+                self._executor.submit(self._verify, key, reservation, part, tuple(end.checksums))
                 return
         failure = ("incomplete", f"the writer gave up: {end.error or 'aborted'}")
-        self._conclude(key, reservation, writer, failure)
+        self._conclude(key, reservation, part, failure)
 
     def _verify(
-        self,
-        key: RequestKey,
-        reservation: _Reservation,
-        writer: _Writer,
-        checksums: tuple[int, ...],
+        self, key: RequestKey, reservation: _Reservation, part: _Part, checksums: tuple[int, ...]
     ) -> None:
         """Compare what arrived with what was sent; body of the checksum thread."""
         layout = self._memory.layout
         failure = ("", "")
+        runs = self._runs(reservation, part)
         if checksums and len(checksums) != layout.num_layers:
             failure = ("checksum", f"{len(checksums)} checksums for {layout.num_layers} layers")
         elif self._config.checksum == "full":
-            wait_s = (
-                0.0 if writer.transport.is_landing_guaranteed else self._config.landing_timeout_s
-            )
+            transport = part.writer.transport
+            wait_s = 0.0 if transport.is_landing_guaranteed else self._config.landing_timeout_s
             deadline_s = time.monotonic() + wait_s
             for layer_idx, checksum in enumerate(checksums):
-                while layer_checksum(self._memory, layer_idx, reservation.block_ids) != checksum:
+                while runs_checksum(self._memory, layer_idx, runs) != checksum:
                     if time.monotonic() >= deadline_s:
                         failure = ("checksum", f"checksum of layer {layer_idx} does not match")
                         break
                     time.sleep(LANDING_POLL_S)
-                if failure[0] or reservation.is_cancelled:
+                if failure[0] or reservation.is_ended:
                     break
-        self._conclude(key, reservation, writer, failure)
+        num_slots = sum(num_slots for _, num_slots, _ in runs)
+        slot_bytes = sum(part.slot_bytes for part in layout.parts)
+        self._conclude(
+            key, reservation, part, failure, num_bytes=num_slots * slot_bytes * layout.num_layers
+        )
+
+    def _runs(self, reservation: _Reservation, part: _Part) -> list[HashedRun]:
+        """What one writer rank writes, on this side."""
+        resharding = part.writer.resharding
+        placement = Placement.of(
+            reservation.block_ids,
+            reservation.first_block,
+            reservation.num_tokens,
+            block_size=resharding.target.block_size,
+            source_block_size=resharding.source.block_size,
+        )
+        return [
+            (run.target_slot, run.num_slots, run.place)
+            for block_index in resharding.source_blocks(placement)
+            for run in resharding.runs(placement, block_index)
+        ]
 
     def _conclude(
         self,
         key: RequestKey,
         reservation: _Reservation,
-        writer: _Writer,
+        part: _Part,
         failure: tuple[str, str],
+        *,
+        num_bytes: int = 0,
     ) -> None:
-        """The writer is through with the blocks. failure: (kind, reason), empty if they arrived."""
+        """One writer rank is through with the blocks. failure: (kind, reason), empty if its share
+        arrived.
+        """
         kind, reason = failure
         with self._lock:
             if self._reservations.get(key) is not reservation:
                 return
-            del self._reservations[key]
-            peer = self._counters.peers[writer.engine_id]
-            if reservation.is_cancelled:
-                event: ReceiveEvent = KVQuiet(key)
-            elif kind:
-                self._counters.failures[kind] += 1
-                peer.num_failures += 1
-                event = KVFailed(key, reason, quiet=True)
-            else:
-                self._counters.num_arrived += 1
+            part.state = PartState.OVER
+            is_first_failure = bool(kind) and not reservation.is_ended
+            if is_first_failure:
+                self._fail(key, reservation, part, kind)
+            elif not reservation.is_ended:
+                peer = self._peer(part.writer)
                 peer.num_transfers += 1
                 peer.num_blocks += len(reservation.block_ids)
-                event = KVArrived(key)
-        self._emit(event)
+                peer.num_bytes += num_bytes
+            is_quiet = reservation.is_quiet
+            if is_first_failure:
+                self._events.append(KVFailed(key, reason, quiet=is_quiet))
+            elif is_quiet and reservation.is_ended:
+                self._events.append(KVQuiet(key))
+            elif reservation.is_complete:
+                self._counters.num_arrived += 1
+                self._events.append(KVArrived(key))
+            if (is_quiet and reservation.is_ended) or reservation.is_complete:
+                del self._reservations[key]
+        self._emit()
 
-    def _break(self, writer: _Writer) -> None:
+    def _fail(self, key: RequestKey, reservation: _Reservation, part: _Part, kind: str) -> None:
+        """Note the first failure of a key and stop its other ranks. The lock is held."""
+        self._abort_others(key, reservation)
+        reservation.is_failed = True
+        self._counters.failures[kind] += 1
+        self._peer(part.writer).num_failures += 1
+
+    def _abort_others(self, key: RequestKey, reservation: _Reservation) -> None:
+        abort = worker_pb2.AbortWrite(key=key_to_proto(key))
+        for writer in reservation.writing():
+            writer.send(worker_pb2.ReaderMessage(abort=abort))
+
+    def _break(self, writer: WriterStream) -> None:
         """The stream is over: nothing this writer was granted will end with an EndWrite.
         Idempotent.
         """
-        failed = []
         with self._lock:
             self._writers.discard(writer)
             if writer.is_broken or self._is_closed:
                 return
             writer.is_broken = True
-            broken = [
-                (key, reservation)
-                for key, reservation in self._reservations.items()
-                if reservation.writer is writer and not reservation.is_verifying
-            ]
-            for key, reservation in broken:
-                reservation.is_quarantined = True
-                if not reservation.is_cancelled:
-                    self._counters.failures["link"] += 1
-                    self._counters.peers[writer.engine_id].num_failures += 1
-                    failed.append(key)
-        for key in failed:
-            self._emit(KVFailed(key, "the link to the writer broke", quiet=False))
-        for key, reservation in broken:
+            broken = []
+            for key, reservation in self._reservations.items():
+                part = reservation.parts.get(writer.tp_rank)
+                if part is None or part.writer is not writer or part.state is not PartState.WRITING:
+                    continue
+                part.state = PartState.QUARANTINED
+                broken.append((key, reservation, part))
+                if not reservation.is_ended:
+                    self._fail(key, reservation, part, "link")
+                    reason = "the link to the writer broke"
+                    self._events.append(KVFailed(key, reason, quiet=False))
+        self._emit()
+        for key, reservation, part in broken:
             writer.call_later(
-                self._config.quarantine_grace_s, partial(self._release, key, reservation)
+                self._config.quarantine_grace_s,
+                partial(self._conclude, key, reservation, part, ("", "")),
             )
 
-    def _release(self, key: RequestKey, reservation: _Reservation) -> None:
-        with self._lock:
-            if self._reservations.get(key) is not reservation:
-                return
-            del self._reservations[key]
-        self._emit(KVQuiet(key))
+    def _peer(self, writer: WriterStream) -> PeerCounters:
+        return self._counters.peers.setdefault((writer.engine_id, writer.tp_rank), PeerCounters())
 
-    def _emit(self, event: ReceiveEvent) -> None:
-        if not self._is_closed:
-            self._on_event(event)
+    def _emit(self) -> None:
+        """Call on_event for what was decided, in the order in which it was."""
+        with self._emit_lock:
+            while self._events and not self._is_closed:
+                self._on_event(self._events.popleft())

@@ -82,12 +82,14 @@ class KVMemory:
         del anchor
         self.view = memoryview(mapping).cast("B")
         """All bytes; offset 0 is base_address."""
-        self.k_caches: list[Tensor] = []
+        self.caches: list[list[Tensor]] = [[] for _ in layout.parts]
+        """Tensors [part][layer], each [num_blocks, num_heads, block_size, width]."""
+        self.k_caches = self.caches[0]
         """Per layer [num_blocks, num_kv_heads, block_size, head_dim]; with MLA the latent."""
-        self.v_caches: list[Tensor] = []
+        self.v_caches = self.caches[1]
         """As k_caches; with MLA the rope part."""
         self.regions = self._carve()
-        """By layer, then part: region 2 * layer_idx + part index."""
+        """By layer, then part: region len(parts) * layer_idx + part index."""
 
     @classmethod
     def allocate(cls, layout: KVLayout, num_blocks: int) -> "KVMemory":
@@ -118,8 +120,8 @@ class KVMemory:
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
-        self.k_caches.clear()
-        self.v_caches.clear()
+        for caches in self.caches:
+            caches.clear()
         try:
             self.view.release()
             self._mapping.close()
@@ -134,11 +136,11 @@ class KVMemory:
         regions = []
         offset = 0
         for layer_idx in range(layout.num_layers):
-            for part, caches in zip(layout.parts, (self.k_caches, self.v_caches), strict=True):
+            for part, caches in zip(layout.parts, self.caches, strict=True):
                 block_bytes = layout.part_block_bytes(part)
                 num_bytes = self.num_blocks * block_bytes
                 shape = (self.num_blocks, part.num_heads, layout.block_size, part.width)
-                dtype = TORCH_DTYPES[layout.dtype]
+                dtype = TORCH_DTYPES[part.dtype]
                 caches.append(storage[offset : offset + num_bytes].view(dtype).view(shape))
                 regions.append(
                     RegisteredRegion(

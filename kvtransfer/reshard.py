@@ -1,8 +1,8 @@
 """Which bytes of a writer's blocks go where in a reader's blocks: a pure function of two layouts
 and two lists of blocks.
 
-Positions are offsets within a part (see layout.py), equal for all layers, so one plan serves every
-layer.
+A slot is one token of one head within a part (see layout.py). All parts of all layers have the same
+slots and differ only in the bytes of one, so one plan serves them all.
 
 Heads: rank r of tp_size T holds heads [r H / T, (r + 1) H / T) of the model's H; where T exceeds H,
 T / H ranks hold the same head. A target rank takes a replicated head from exactly one source rank,
@@ -10,11 +10,11 @@ number (target rank modulo replicas) of those that hold it, so that the plans of
 together write every byte of the target once.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvtransfer.layout import DTYPE_BYTES, KVLayout
+from kvtransfer.layout import KVLayout
 
 
 class Move(NamedTuple):
@@ -23,6 +23,16 @@ class Move(NamedTuple):
     source_offset: int
     target_offset: int
     num_bytes: int
+
+
+class SlotRun(NamedTuple):
+    """Neighbouring slots of one block that are neighbours in the other side's block too."""
+
+    source_slot: int
+    target_slot: int
+    num_slots: int
+    place: int
+    """Of the first slot in the target's reservation, whatever its block ids: names the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +47,128 @@ class ReshardPlan:
         return sum(move.num_bytes for part in self.moves for move in part)
 
 
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a reader wants the tokens of a prompt: block_ids[i] takes its block first_block + i."""
+
+    block_ids: tuple[int, ...]
+    first_block: int
+    block_size: int
+    """Tokens of a block of the reader."""
+    end_token: int
+    """Tokens of the prompt, counted from its first, that are wanted; at most what the blocks
+    hold.
+    """
+
+    @classmethod
+    def of(
+        cls,
+        block_ids: Sequence[int],
+        first_block: int,
+        num_tokens: int,
+        *,
+        block_size: int,
+        source_block_size: int,
+    ) -> "Placement":
+        """Where the first num_tokens of a prompt go; 0 stands for all that the blocks hold.
+
+        Between equal block sizes whole blocks are wanted, which makes fewer and longer runs.
+        """
+        end_token = (first_block + len(block_ids)) * block_size
+        if num_tokens and source_block_size != block_size:
+            end_token = min(num_tokens, end_token)
+        return cls(tuple(block_ids), first_block, block_size, end_token)
+
+
+@dataclass(frozen=True, slots=True)
+class Resharding:
+    """How blocks of one source rank become blocks of one target rank; made by `between`."""
+
+    source: KVLayout
+    target: KVLayout
+    source_head: int
+    """First local head of the source that the target takes from it."""
+    target_head: int
+    num_heads: int
+    """Neighbouring heads on both sides; 0: other ranks write this target."""
+
+    @classmethod
+    def between(cls, source: KVLayout, target: KVLayout) -> "Resharding":
+        """Raises: ValueError: layouts that cannot be resharded, with both in the message."""
+        if mismatch := find_mismatch(source, target):
+            raise ValueError(f"{mismatch}; writer has {source}, reader has {target}")
+        source_heads, target_heads = _heads(source), _heads(target)
+        num_replicas = max(1, source.tp_size // source.num_model_heads)
+        first = max(source_heads.start, target_heads.start)
+        num_heads = max(min(source_heads.stop, target_heads.stop) - first, 0)
+        if source.tp_rank % num_replicas != target.tp_rank % num_replicas:
+            num_heads = 0
+        return cls(
+            source, target, first - source_heads.start, first - target_heads.start, num_heads
+        )
+
+    def source_blocks(self, placement: Placement) -> range:
+        """Numbers of the writer's blocks of the prompt that hold what the placement wants."""
+        if not self.num_heads or not placement.block_ids:
+            return range(0)
+        first_token = placement.first_block * placement.block_size
+        size = self.source.block_size
+        return range(first_token // size, -(-placement.end_token // size))
+
+    def runs(
+        self, placement: Placement, block_index: int, source_block_id: int = 0
+    ) -> list[SlotRun]:
+        """Split the writer's block number block_index of the prompt into runs.
+
+        Both ends split it alike; the reader needs no source_block_id for the target's side.
+        """
+        source_size, target_size = self.source.block_size, self.target.block_size
+        token = max(block_index * source_size, placement.first_block * target_size)
+        end_token = min((block_index + 1) * source_size, placement.end_token)
+        runs = []
+        while token < end_token:
+            index, target_slot = divmod(token, target_size)
+            index -= placement.first_block
+            num_tokens = min(end_token - token, target_size - target_slot)
+            source_slot = token % source_size
+            # Where a run is a whole block on both sides, the heads follow each other on both.
+            is_whole = num_tokens == source_size == target_size
+            step = self.num_heads if is_whole else 1
+            for head in range(0, self.num_heads, step):
+                target_head = self.target_head + head
+                source_row = source_block_id * self.source.num_heads + self.source_head + head
+                target_row = placement.block_ids[index] * self.target.num_heads + target_head
+                place = (index * self.target.num_heads + target_head) * target_size + target_slot
+                runs.append(
+                    SlotRun(
+                        source_row * source_size + source_slot,
+                        target_row * target_size + target_slot,
+                        step * num_tokens,
+                        place,
+                    )
+                )
+            token += num_tokens
+        return runs
+
+    def plan(self, runs: Iterable[SlotRun]) -> ReshardPlan:
+        """Join runs and turn them into bytes of each part."""
+        joined = _joined(runs)
+        return ReshardPlan(
+            tuple(
+                tuple(
+                    Move(source * size, target * size, num * size) for source, target, num in joined
+                )
+                for size in (part.slot_bytes for part in self.source.parts)
+            )
+        )
+
+
 def find_mismatch(source: KVLayout, target: KVLayout) -> str:
     """Why KV of one cannot become KV of the other; empty if it can."""
     for name, ours, theirs in (
         ("dtype", source.dtype, target.dtype),
         ("weights", source.weights, target.weights),
+        ("scale_dtype", source.scale_dtype, target.scale_dtype),
         ("num_layers", source.num_layers, target.num_layers),
         ("head_dim", source.head_dim, target.head_dim),
         ("kv_lora_rank", source.kv_lora_rank, target.kv_lora_rank),
@@ -51,6 +178,18 @@ def find_mismatch(source: KVLayout, target: KVLayout) -> str:
         if ours != theirs:
             return f"{name} differs: writer {ours}, reader {theirs}"
     return ""
+
+
+def find_writers(source: KVLayout, target: KVLayout) -> frozenset[int]:
+    """Ranks of the source's engine that together write every byte of this target rank.
+
+    Raises: ValueError: layouts that cannot be resharded.
+    """
+    return frozenset(
+        rank
+        for rank in range(source.tp_size)
+        if Resharding.between(source.for_rank(rank, source.tp_size), target).num_heads
+    )
 
 
 def plan_transfer(
@@ -67,8 +206,7 @@ def plan_transfer(
     Raises: ValueError: layouts that cannot be resharded, a target block given twice, or too few
     blocks for num_tokens.
     """
-    if mismatch := find_mismatch(source, target):
-        raise ValueError(f"{mismatch}; writer has {source}, reader has {target}")
+    resharding = Resharding.between(source, target)
     if len(set(target_blocks)) != len(target_blocks):
         raise ValueError("a target block is given twice")
     capacity = min(
@@ -79,88 +217,43 @@ def plan_transfer(
         num_tokens = capacity
     if num_tokens > capacity:
         raise ValueError(f"num_tokens is {num_tokens}, the blocks hold {capacity}")
-    parts = []
-    for source_part in source.parts:
-        if source == target and num_tokens == len(target_blocks) * target.block_size:
-            block_bytes = source.part_block_bytes(source_part)
-            moves: Iterator[Move] = (
-                Move(source_block * block_bytes, target_block * block_bytes, block_bytes)
-                for source_block, target_block in zip(source_blocks, target_blocks, strict=False)
-            )
-        else:
-            token_bytes = source_part.width * DTYPE_BYTES[source.dtype]
-            moves = (
-                Move(
-                    source_offset=_offset(source, source_blocks, source_head, token) * token_bytes,
-                    target_offset=_offset(target, target_blocks, target_head, token) * token_bytes,
-                    num_bytes=num * token_bytes,
-                )
-                for source_head, target_head in _shared_heads(source, target)
-                for token, num in _token_runs(source.block_size, target.block_size, num_tokens)
-            )
-        parts.append(_joined(moves))
-    return ReshardPlan(tuple(parts))
+    placement = Placement(tuple(target_blocks), 0, target.block_size, num_tokens)
+    return resharding.plan(
+        run
+        for block_index in resharding.source_blocks(placement)
+        for run in resharding.runs(placement, block_index, source_blocks[block_index])
+    )
 
 
 def _heads(layout: KVLayout) -> range:
     """Model heads that this rank holds."""
     total, size, rank = layout.num_model_heads, layout.tp_size, layout.tp_rank
+    if not 0 <= rank < size:
+        raise ValueError(f"tp_rank is {rank}, tp_size is {size}")
     if layout.kv_lora_rank:
         return range(1)
     if size >= total:
         if size % total:
             raise ValueError(f"tp_size {size} is not a multiple of {total} KV heads")
         first = rank // (size // total)
-        return range(first, first + 1)
-    if total % size:
+        heads = range(first, first + 1)
+    elif total % size:
         raise ValueError(f"{total} KV heads are not a multiple of tp_size {size}")
-    return range(rank * (total // size), (rank + 1) * (total // size))
+    else:
+        heads = range(rank * (total // size), (rank + 1) * (total // size))
+    if layout.num_kv_heads != len(heads):
+        raise ValueError(f"{layout} should hold {len(heads)} KV heads")
+    return heads
 
 
-def _shared_heads(source: KVLayout, target: KVLayout) -> Iterator[tuple[int, int]]:
-    """Pairs of (source head, target head), local indices, that this source rank has to write."""
-    source_heads, target_heads = _heads(source), _heads(target)
-    for layout, heads in ((source, source_heads), (target, target_heads)):
-        if not layout.kv_lora_rank and layout.num_kv_heads != len(heads):
-            raise ValueError(f"{layout} should hold {len(heads)} KV heads")
-    num_replicas = max(1, source.tp_size // source.num_model_heads)
-    if source.tp_rank % num_replicas != target.tp_rank % num_replicas:
-        return
-    for head in target_heads:
-        if head in source_heads:
-            yield head - source_heads.start, head - target_heads.start
-
-
-def _token_runs(source_size: int, target_size: int, num_tokens: int) -> Iterator[tuple[int, int]]:
-    """(first token, count) of the longest runs that cross no block boundary on either side."""
-    token = 0
-    while token < num_tokens:
-        end = min(
-            (token // source_size + 1) * source_size,
-            (token // target_size + 1) * target_size,
-            num_tokens,
-        )
-        yield token, end - token
-        token = end
-
-
-def _offset(layout: KVLayout, blocks: Sequence[int], head: int, token: int) -> int:
-    """Position of a token of a head within its part, in tokens."""
-    num_heads = layout.parts[0].num_heads
-    block = blocks[token // layout.block_size]
-    return (block * num_heads + head) * layout.block_size + token % layout.block_size
-
-
-def _joined(moves: Iterator[Move]) -> tuple[Move, ...]:
-    joined: list[Move] = []
-    for move in sorted(moves, key=lambda move: move.target_offset):
+def _joined(runs: Iterable[SlotRun]) -> list[tuple[int, int, int]]:
+    """(source slot, target slot, count), by target slot, longest runs."""
+    joined: list[tuple[int, int, int]] = []
+    for source, target, num, _ in sorted(runs, key=lambda run: run.target_slot):
         if joined:
-            last = joined[-1]
-            if (
-                last.target_offset + last.num_bytes == move.target_offset
-                and last.source_offset + last.num_bytes == move.source_offset
-            ):
-                joined[-1] = last._replace(num_bytes=last.num_bytes + move.num_bytes)
+            last_source, last_target, last_num = joined[-1]
+            if last_target + last_num == target and last_source + last_num == source:
+                joined[-1] = (last_source, last_target, last_num + num)
                 continue
-        joined.append(move)
-    return tuple(joined)
+        joined.append((source, target, num))
+    return joined

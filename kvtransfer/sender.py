@@ -1,12 +1,18 @@
-"""The writer's side of KV transfer: one per prefiller process, one link per reader."""
+"""The writer's side of KV transfer: one per prefiller process (one rank), one link per rank of a
+reader.
+"""
 
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 from kvtransfer.config import KVTransferConfig
 from kvtransfer.link import RequestKey, TransferResult
+from kvtransfer.rank_transfer import RankTransfer
 from kvtransfer.registration import KVMemory
+from kvtransfer.reshard import Placement, Resharding
 from kvtransfer.transfer import Transfer
 from kvtransfer.transports.loading import LoadedTransports, load_transports
 from kvtransfer.writer_link import Backoff, PeerKey, PeerStats, WriterIdentity, WriterLink
@@ -47,7 +53,8 @@ class Sender:
         self._lock = threading.Lock()
         self._links: dict[PeerKey, WriterLink] = {}
         self._backoffs: dict[PeerKey, Backoff] = {}
-        self._stats: dict[str, PeerStats] = {}
+        self._stats: dict[tuple[str, int], PeerStats] = {}
+        self._active: set[RequestKey] = set()
         self._num_stale = 0
         self._is_closed = False
 
@@ -57,27 +64,69 @@ class Sender:
         target: worker_pb2.KVTarget,
         on_done: Callable[[TransferResult], None],
     ) -> Transfer:
-        """Open or reuse the link to the target's reader and ask it for a grant; return at once.
+        """Open or reuse the links to those ranks of the target that this rank writes, and ask each
+        for a grant; return at once.
 
-        on_done is called exactly once, from the thread of the link, when neither source nor target
-        will be touched again because of this transfer; at the latest progress_timeout_s after the
-        last progress. It must be cheap and must not raise. Where the transport cannot take back
-        what it was given (Mooncake, when the reader hangs), source blocks may still be read after a
-        failure; the reader's blocks stay in quarantine until that is over.
+        on_done is called exactly once, when neither source nor target will be touched again because
+        of this transfer: from the thread of a link, at the latest progress_timeout_s after the last
+        progress; where this rank has nothing to write, from finish or abort. It must be cheap and
+        must not raise. Where the transport cannot take back what it was given (Mooncake, when the
+        reader hangs), source blocks may still be read after a failure; the reader's blocks stay in
+        quarantine until that is over.
+        A target with a number of ranks that the model cannot be split over is a failed transfer.
         Raises: ValueError: a transfer with this key is under way. RuntimeError: the sender was
         closed.
         """
-        peer = PeerKey(target.engine_id, target.incarnation, target.link_address)
-        transfer = Transfer(
-            key, target, self._memory.layout, self._config, on_done, lambda: self._wake(peer)
+        layout = self._memory.layout
+        block_size = target.block_size or layout.block_size
+        placement = Placement.of(
+            target.block_ids,
+            target.first_block,
+            target.num_tokens,
+            block_size=block_size,
+            source_block_size=layout.block_size,
         )
-        while not self._link(peer).add(transfer):
-            pass
+        with self._lock:
+            if key in self._active:
+                raise ValueError(f"{key} is being transferred already")
+            self._active.add(key)
+
+        def conclude(result: TransferResult) -> None:
+            with self._lock:
+                self._active.discard(key)
+            on_done(result)
+
+        try:
+            peers = self._peers(target, block_size)
+        except ValueError as error:
+            transfer = Transfer(key, layout.num_layers, range(0), conclude)
+            transfer.abort(str(error))
+            return transfer
+        indices = peers[0][1].source_blocks(placement) if peers else range(0)
+        transfer = Transfer(key, layout.num_layers, indices, conclude)
+        parts = [
+            RankTransfer(
+                key,
+                placement,
+                indices,
+                layout,
+                self._config,
+                transfer.on_part_done,
+                partial(self._wake, peer),
+            )
+            for peer, _ in peers
+        ]
+        transfer.start(parts)
+        for (peer, _), part in zip(peers, parts, strict=True):
+            while not self._link(peer).add(part):
+                pass
         return transfer
 
     def connect(self, target: worker_pb2.KVTarget) -> None:
-        """Open the link to a reader ahead of the first transfer; return at once."""
-        self._link(PeerKey(target.engine_id, target.incarnation, target.link_address))
+        """Open the links to a reader ahead of the first transfer; return at once."""
+        block_size = target.block_size or self._memory.layout.block_size
+        for peer, _ in self._peers(target, block_size):
+            self._link(peer)
 
     def close(self) -> None:
         """Fail what is under way and end all threads.
@@ -95,7 +144,7 @@ class Sender:
         self._transports.close()
 
     def stats(self) -> list[worker_pb2.TransferPeerStats]:
-        """Counters per reader since the start."""
+        """Counters per rank of each reader since the start."""
         with self._lock:
             return [
                 worker_pb2.TransferPeerStats(
@@ -107,7 +156,7 @@ class Sender:
                     num_failures=stats.num_failures,
                     busy_s=stats.busy_s,
                 )
-                for engine_id, stats in self._stats.items()
+                for (engine_id, _), stats in self._stats.items()
             ]
 
     @property
@@ -120,6 +169,22 @@ class Sender:
     def transport_names(self) -> list[str]:
         """What is loaded here, best first."""
         return self._transports.names
+
+    def _peers(
+        self, target: worker_pb2.KVTarget, block_size: int
+    ) -> list[tuple[PeerKey, Resharding]]:
+        """The ranks of the target that this rank has to write."""
+        layout = self._memory.layout
+        addresses = list(target.rank_addresses) or [target.link_address]
+        peers = []
+        for rank, address in enumerate(addresses):
+            theirs = replace(layout.for_rank(rank, len(addresses)), block_size=block_size)
+            resharding = Resharding.between(layout, theirs)
+            if resharding.num_heads:
+                peers.append(
+                    (PeerKey(target.engine_id, target.incarnation, rank, address), resharding)
+                )
+        return peers
 
     def _wake(self, peer: PeerKey) -> None:
         with self._lock:
@@ -139,7 +204,7 @@ class Sender:
                 link = self._links[peer] = WriterLink(
                     peer,
                     self._writer,
-                    self._stats.setdefault(peer.engine_id, PeerStats()),
+                    self._stats.setdefault((peer.engine_id, peer.tp_rank), PeerStats()),
                     self._backoffs.setdefault(peer, Backoff()),
                 )
             return link

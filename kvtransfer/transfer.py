@@ -1,196 +1,91 @@
-"""One outgoing transfer: what is still to be written, how far it is, and whether it may go on.
-
-    OPENING --grant--> GRANTED --finish and all written--> concluded ok
-       |                  |
-       +------------------+--abort, deadline, error------> concluded with an error
-
-The engine thread pushes; the thread of the link takes batches, writes them and concludes.
-"""
+"""One outgoing transfer of one writer rank: a part for each rank of the reader that it writes."""
 
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
 
-from kvtransfer.checksum import sum_checksums
-from kvtransfer.config import KVTransferConfig
-from kvtransfer.layout import KVLayout
 from kvtransfer.link import BlockCopy, RequestKey, TransferResult
-from protos import worker_pb2
-
-Push = tuple[int, tuple[BlockCopy, ...]]
-"""(layer_idx, copies)."""
+from kvtransfer.rank_transfer import RankTransfer
 
 
 class Transfer:
-    """Handle that Sender.begin returns.
+    """Handle that Sender.begin returns; all methods may be called from any thread.
 
-    push, finish and abort may be called from any thread and return at once.
+    One part that fails takes the others down. on_done is called once, when all are over.
     """
 
     def __init__(
         self,
         key: RequestKey,
-        target: worker_pb2.KVTarget,
-        layout: KVLayout,
-        config: KVTransferConfig,
+        num_layers: int,
+        block_indices: range,
         on_done: Callable[[TransferResult], None],
-        wake: Callable[[], None],
     ):
         self.key = key
-        self.target_block_ids = tuple(target.block_ids)
-        self.num_bytes = 0
-        self.is_begun = False
-        """Whether the reader was asked for a grant and so has to be told the end."""
-        self.is_unanswered = False
-        """Whether it failed because the reader neither granted nor refused it."""
-        self._layout = layout
-        self._config = config
+        self.block_indices = block_indices
+        """Numbers of the writer's blocks of the prompt that have to be pushed."""
+        self._num_layers = num_layers
         self._on_done = on_done
-        self._wake = wake
         self._lock = threading.Lock()
-        self._pushes: deque[Push] = deque()
-        self._is_granted = False
-        self._is_finished = False
-        self._is_concluded = False
-        self._error = ""
-        self._progress_s = time.monotonic()
-        self._finish_s = 0.0
-        self._checksums: list[dict[int, int]] = [{} for _ in range(layout.num_layers)]
-        layer_bytes = layout.block_bytes_all_layers // layout.num_layers
-        self._copies_per_push = max(1, config.max_batch_bytes // layer_bytes)
+        self._parts: tuple[RankTransfer, ...] = ()
+        self._results: list[TransferResult] = []
+        self._is_over = False
+
+    def start(self, parts: Sequence[RankTransfer]) -> None:
+        """Give it its parts, before any of them can be done."""
+        self._parts = tuple(parts)
+
+    @property
+    def num_bytes(self) -> int:
+        """Written so far, counted by the transport."""
+        return sum(part.num_bytes for part in self._parts)
 
     def push(self, layer_idx: int, blocks: Sequence[BlockCopy]) -> None:
-        """Queue copies of one layer's blocks. They must have been computed and stay unchanged until
-        on_done.
+        """Queue copies of one layer's blocks; return at once. They must have been computed and stay
+        unchanged until on_done.
 
         A block pushed again replaces what was pushed before. After an abort this does nothing.
-        Raises: ValueError: no such layer or target index.
+        Raises: ValueError: no such layer, or a block that the reader did not ask for.
         """
-        if not 0 <= layer_idx < self._layout.num_layers:
-            raise ValueError(f"layer_idx is {layer_idx}, the model has {self._layout.num_layers}")
-        num_targets = len(self.target_block_ids)
-        for _, target_index in blocks:
-            if not 0 <= target_index < num_targets:
-                raise ValueError(f"target_index is {target_index}, the target has {num_targets}")
-        step = self._copies_per_push
-        with self._lock:
-            if self._error or self._is_concluded:
-                return
-            assert not self._is_finished, "push after finish"
-            if not self._pushes and self._is_granted:
-                self._progress_s = time.monotonic()
-            for start in range(0, len(blocks), step):
-                self._pushes.append((layer_idx, tuple(blocks[start : start + step])))
-        self._wake()
+        if not 0 <= layer_idx < self._num_layers:
+            raise ValueError(f"layer_idx is {layer_idx}, the model has {self._num_layers}")
+        for _, block_index in blocks:
+            if block_index not in self.block_indices:
+                raise ValueError(
+                    f"block_index is {block_index}, the reader takes {self.block_indices}"
+                )
+        for part in self._parts:
+            part.push(layer_idx, blocks)
 
     def finish(self) -> None:
         """State that nothing more will be pushed. on_done follows when all of it is written."""
-        with self._lock:
-            if self._is_finished:
-                return
-            self._is_finished = True
-            self._finish_s = time.monotonic()
-            if not self._pushes and self._is_granted:
-                self._progress_s = self._finish_s
-        self._wake()
+        for part in self._parts:
+            part.finish()
+        if not self._parts:
+            self._conclude("")
 
     def abort(self, reason: str) -> None:
         """Stop writing. on_done follows once nothing is in flight; after it, this does nothing."""
-        self.fail(reason)
-        self._wake()
+        for part in self._parts:
+            part.abort(reason)
+        if not self._parts:
+            self._conclude(reason or "aborted")
 
-    def fail(self, reason: str) -> None:
-        """Record the first reason why this transfer cannot succeed, and drop what is queued."""
+    def on_part_done(self, result: TransferResult) -> None:
+        """A part is over; called by the thread of its link."""
         with self._lock:
-            self._error = self._error or reason or "aborted"
-            self._pushes.clear()
+            self._results.append(result)
+            is_over = len(self._results) == len(self._parts)
+        if is_over:
+            errors = [result.error for result in self._results if not result.ok]
+            self._conclude(errors[0] if errors else "")
+        elif not result.ok:
+            for part in self._parts:
+                part.abort(result.error)
 
-    def grant(self) -> None:
-        """The reader lets this transfer write."""
+    def _conclude(self, error: str) -> None:
         with self._lock:
-            self._is_granted = True
-            self._progress_s = time.monotonic()
-
-    def take_batch(self) -> list[Push]:
-        """Take the next pushes to write, up to max_batch_bytes; empty if there is nothing now."""
-        batch: list[Push] = []
-        num_copies = 0
-        with self._lock:
-            while self._is_granted and self._pushes:
-                num_copies += len(self._pushes[0][1])
-                if batch and num_copies > self._copies_per_push:
-                    break
-                batch.append(self._pushes.popleft())
-        return batch
-
-    def record_batch(self, batch: Sequence[Push], checksums: Sequence[int], num_bytes: int) -> None:
-        """The batch was written; checksums holds one per copy, in order."""
-        iterator = iter(checksums)
-        for layer_idx, copies in batch:
-            layer = self._checksums[layer_idx]
-            for copy in copies:
-                layer[copy.target_index] = next(iterator)
-        self.num_bytes += num_bytes
-        with self._lock:
-            self._progress_s = time.monotonic()
-
-    def is_complete(self) -> bool:
-        """Whether the caller finished and nothing is left to write."""
-        with self._lock:
-            return self._is_granted and self._is_finished and not self._pushes
-
-    def is_ready(self) -> bool:
-        """Whether the thread of the link has something to do for this transfer, deadlines aside."""
-        with self._lock:
-            return bool(self._error) or (
-                self._is_granted and (bool(self._pushes) or self._is_finished)
-            )
-
-    def find_error(self) -> str:
-        """Why this transfer has to end without success; empty while it may go on."""
-        with self._lock:
-            if not self._error and time.monotonic() > self._deadline_s():
-                what = "grant" if not self._is_granted else "write"
-                self.is_unanswered = self.is_begun and not self._is_granted
-                self._error = f"deadline passed while waiting for a {what}"
-                self._pushes.clear()
-            return self._error
-
-    def deadline_s(self) -> float:
-        """When find_error has to be asked again, on time.monotonic()."""
-        with self._lock:
-            return self._deadline_s()
-
-    def missing_blocks(self) -> str:
-        """What was not pushed; empty if every layer of every target block was."""
-        expected = len(self.target_block_ids)
-        for layer_idx, layer in enumerate(self._checksums):
-            if len(layer) != expected:
-                return f"layer {layer_idx}: {len(layer)} of {expected} blocks were pushed"
-        return ""
-
-    def layer_checksums(self) -> list[int]:
-        """One per layer, see checksum.py."""
-        return [sum_checksums(list(layer.values())) for layer in self._checksums]
-
-    def conclude(self, error: str) -> None:
-        """Call on_done.
-
-        Called once, by the thread of the link or by the sender that never got one.
-        """
-        with self._lock:
-            assert not self._is_concluded, f"{self.key} concluded twice"
-            self._is_concluded = True
-            self._pushes.clear()
-        num_blocks = min(len(layer) for layer in self._checksums)
+            if self._is_over:
+                return
+            self._is_over = True
+        num_blocks = min((result.num_blocks for result in self._results), default=0)
         self._on_done(TransferResult(self.key, not error, error, self.num_bytes, num_blocks))
-
-    def _deadline_s(self) -> float:
-        has_work = not self._is_granted or self._pushes or self._is_finished
-        deadline_s = float("inf")
-        if has_work:
-            deadline_s = self._progress_s + self._config.progress_timeout_s
-        if self._is_finished:
-            deadline_s = min(deadline_s, self._finish_s + self._config.transfer_timeout_s)
-        return deadline_s

@@ -1,5 +1,5 @@
-"""The writer's end of a KVLink: one reader, one stream, one thread that writes, and the transfers
-that go there.
+"""The writer's end of a KVLink: one rank of a reader, one stream, one thread that writes, and the
+transfers that go there.
 
     wait out the backoff -> open the stream, say hello -> connect the transport -> serve transfers
     -> broken: fail what is left
@@ -17,20 +17,20 @@ from dataclasses import dataclass
 
 import grpc
 
-from kvtransfer.checksum import block_checksum
 from kvtransfer.config import KVTransferConfig
 from kvtransfer.errors import KVTransferError, TransferError, TransportUnavailable
+from kvtransfer.layout import KVLayout
 from kvtransfer.link import (
-    BlockCopy,
     RequestKey,
     key_from_proto,
     key_to_proto,
     token_metadata,
 )
+from kvtransfer.push_planner import PushPlanner
+from kvtransfer.rank_transfer import Push, RankTransfer
 from kvtransfer.registration import KVMemory, RegisteredRegion
-from kvtransfer.reshard import ReshardPlan, plan_transfer
-from kvtransfer.transfer import Push, Transfer
-from kvtransfer.transports.base import Connection, Segment
+from kvtransfer.reshard import Resharding
+from kvtransfer.transports.base import Connection
 from kvtransfer.transports.loading import LoadedTransports
 from protos import worker_pb2, worker_pb2_grpc
 
@@ -39,16 +39,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PeerKey:
-    """One run of one reader."""
+    """One rank of one run of one reader."""
 
     engine_id: str
     incarnation: int
+    tp_rank: int
     address: str
 
 
 @dataclass(slots=True)
 class PeerStats:
-    """Counters for one reader, over all links to it."""
+    """Counters for one rank of a reader, over all links to it."""
 
     transport: str = ""
     num_transfers: int = 0
@@ -107,19 +108,19 @@ class WriterLink:
         self._condition = threading.Condition()
         self._phase = _Phase.OPENING
         self._broken_reason = ""
-        self._transfers: dict[RequestKey, Transfer] = {}
+        self._transfers: dict[RequestKey, RankTransfer] = {}
         self._endings: list[_Ending] = []
         self._hello: worker_pb2.ReaderHello | None = None
         self._outgoing: queue.SimpleQueue[worker_pb2.WriterMessage | None] = queue.SimpleQueue()
         self._connection: Connection | None = None
         self._regions: tuple[RegisteredRegion, ...] = ()
-        self._plan: tuple[tuple[tuple[BlockCopy, ...], RequestKey], ReshardPlan] | None = None
+        self._planner: PushPlanner | None = None
         self._thread = threading.Thread(
             target=self._run, name=f"kv-link-{key.engine_id}", daemon=True
         )
         self._thread.start()
 
-    def add(self, transfer: Transfer) -> bool:
+    def add(self, transfer: RankTransfer) -> bool:
         """Take over a transfer and its on_done; False if this link is broken and a new one is
         needed.
 
@@ -238,9 +239,19 @@ class WriterLink:
                 f"{self.key.address} is {hello.engine_id}/{hello.incarnation}, the blocks were "
                 f"reserved by {self.key.engine_id}/{self.key.incarnation}"
             )
-        self._regions = tuple(RegisteredRegion.from_proto(r) for r in hello.endpoint.regions)
-        if len(self._regions) != len(self._writer.memory.regions):
-            raise TransferError(f"{self.key.engine_id} announced {len(self._regions)} regions")
+        regions = tuple(RegisteredRegion.from_proto(r) for r in hello.endpoint.regions)
+        layouts = [KVLayout.from_proto(message) for message in hello.layouts]
+        ranks = [layout.tp_rank for layout in layouts]
+        if ranks != [self.key.tp_rank] or len(regions) != len(self._writer.memory.regions):
+            raise TransferError(
+                f"{self.key.address} is rank {ranks} with {len(regions)} regions, not rank "
+                f"{self.key.tp_rank} with {len(self._writer.memory.regions)}"
+            )
+        try:
+            resharding = Resharding.between(self._writer.memory.layout, layouts[0])
+        except ValueError as error:
+            raise TransferError(str(error)) from error
+        self._planner = PushPlanner(self._writer.memory, regions, resharding)
         return hello
 
     def _read(
@@ -278,7 +289,7 @@ class WriterLink:
                     transfer.fail(f"the reader refused: {message.grant.reason}")
             self._condition.notify_all()
 
-    def _begin(self, transfer: Transfer) -> None:
+    def _begin(self, transfer: RankTransfer) -> None:
         transfer.is_begun = True
         begin = worker_pb2.BeginWrite(key=key_to_proto(transfer.key))
         self._outgoing.put(worker_pb2.WriterMessage(begin=begin))
@@ -300,7 +311,7 @@ class WriterLink:
             self._connection = None
             connection.close()
 
-    def _advance(self, transfer: Transfer, connection: Connection) -> bool:
+    def _advance(self, transfer: RankTransfer, connection: Connection) -> bool:
         """Do the next thing for a transfer; False if there is nothing to do."""
         if error := transfer.find_error():
             self._end(transfer, error)
@@ -314,12 +325,17 @@ class WriterLink:
             return False
         return True
 
-    def _write(self, transfer: Transfer, batch: list[Push], connection: Connection) -> None:
+    def _write(self, transfer: RankTransfer, batch: list[Push], connection: Connection) -> None:
         start_s = time.monotonic()
         before = connection.num_bytes
+        planner = self._planner
+        assert planner is not None, "opened"
+        plan_args = transfer.key, transfer.placement, batch
         try:
-            segments = [s for push in batch for s in self._segments(transfer, *push)]
-            checksums = self._checksums(batch)
+            segments = planner.segments(*plan_args)
+            checksums = [0] * sum(len(copies) for _, copies in batch)
+            if self._config.checksum == "full":
+                checksums = planner.checksums(*plan_args)
             connection.write(segments, start_s + self._config.progress_timeout_s)
             transfer.record_batch(batch, checksums, connection.num_bytes - before)
         except (TransferError, ValueError) as error:
@@ -332,42 +348,7 @@ class WriterLink:
             self._stats.busy_s += time.monotonic() - start_s
             self._stats.num_bytes += connection.num_bytes - before
 
-    def _segments(
-        self, transfer: Transfer, layer_idx: int, copies: tuple[BlockCopy, ...]
-    ) -> Iterator[Segment]:
-        # The layers of a chunk push the same blocks, one after the other.
-        if self._plan is None or self._plan[0] != (copies, transfer.key):
-            layout = self._writer.memory.layout
-            plan = plan_transfer(
-                layout,
-                layout,
-                [copy.source_block_id for copy in copies],
-                [transfer.target_block_ids[copy.target_index] for copy in copies],
-            )
-            self._plan = ((copies, transfer.key), plan)
-        for part_idx, moves in enumerate(self._plan[1].moves):
-            source = self._writer.memory.regions[2 * layer_idx + part_idx]
-            target = self._regions[2 * layer_idx + part_idx]
-            for source_offset, target_offset, num_bytes in moves:
-                if max(source_offset - source.num_bytes, target_offset - target.num_bytes) >= 0:
-                    raise TransferError(f"block out of range in a push of layer {layer_idx}")
-                yield Segment(
-                    source.base_address + source_offset,
-                    target.base_address + target_offset,
-                    num_bytes,
-                )
-
-    def _checksums(self, batch: list[Push]) -> Sequence[int]:
-        if self._config.checksum == "off":
-            return [0] * sum(len(copies) for _, copies in batch)
-        memory = self._writer.memory
-        return [
-            block_checksum(memory, layer_idx, copy.source_block_id, copy.target_index)
-            for layer_idx, copies in batch
-            for copy in copies
-        ]
-
-    def _end(self, transfer: Transfer, error: str, not_before_s: float = 0.0) -> None:
+    def _end(self, transfer: RankTransfer, error: str, not_before_s: float = 0.0) -> None:
         """Conclude a transfer and tell the reader, at not_before_s or later if that is set."""
         with self._condition:
             self._transfers.pop(transfer.key, None)
@@ -379,7 +360,7 @@ class WriterLink:
                 self._send_end(transfer.key, error, ())
         else:
             self._stats.num_transfers += 1
-            self._stats.num_blocks += len(transfer.target_block_ids)
+            self._stats.num_blocks += len(transfer.block_indices)
             checksums = () if self._config.checksum == "off" else transfer.layer_checksums()
             self._send_end(transfer.key, "", checksums)
         transfer.conclude(error)

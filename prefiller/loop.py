@@ -110,13 +110,14 @@ class PrefillLoop:
         entry = self._entries[request.key]
         if entry.transfer is None:
             entry.transfer = self._sender.begin(request.key, entry.target, self._inbox.put)
+            entry.next_block = entry.transfer.block_indices.start
         num_computed = request.num_computed_tokens + scheduled.num_tokens
         end_block = num_computed // self._blocks.block_size
         if scheduled.samples:
             end_block = self._blocks.num_blocks_for(num_computed)
-        first_block = entry.target.first_block
+        end_block = min(end_block, entry.transfer.block_indices.stop)
         copies = [
-            BlockCopy(source_block_id=request.block_ids[index], target_index=index - first_block)
+            BlockCopy(source_block_id=request.block_ids[index], block_index=index)
             for index in range(entry.next_block, end_block)
         ]
         entry.next_block = max(entry.next_block, end_block)
@@ -159,7 +160,7 @@ class PrefillLoop:
             return
         request = self._intake.admit(session_id, message.key, message.work, self._scheduler.add)
         if request is not None:
-            self._entries[key] = _Entry(request, target, next_block=target.first_block)
+            self._entries[key] = _Entry(request, target)
 
     def _on_transfer_result(self, result: TransferResult) -> None:
         entry = self._entries.get(result.key)

@@ -304,6 +304,7 @@ class KVLayout(_message.Message):
     KV_LORA_RANK_FIELD_NUMBER: _builtins.int
     ROPE_DIM_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
+    SCALE_DTYPE_FIELD_NUMBER: _builtins.int
     dtype: _builtins.str
     """float32, bfloat16, float16, int8"""
     num_layers: _builtins.int
@@ -321,6 +322,8 @@ class KVLayout(_message.Message):
     """MLA; else 0"""
     weights: _builtins.str
     """quantisation of the weights: none, int8, ..."""
+    scale_dtype: _builtins.str
+    """of one scale per token and head beside quantised KV; empty: no scales"""
     def __init__(
         self,
         *,
@@ -335,10 +338,11 @@ class KVLayout(_message.Message):
         kv_lora_rank: _builtins.int = ...,
         rope_dim: _builtins.int = ...,
         weights: _builtins.str = ...,
+        scale_dtype: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "head_dim", b"head_dim", "kv_lora_rank", b"kv_lora_rank", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "rope_dim", b"rope_dim", "total_num_kv_heads", b"total_num_kv_heads", "tp_rank", b"tp_rank", "tp_size", b"tp_size", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "head_dim", b"head_dim", "kv_lora_rank", b"kv_lora_rank", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "rope_dim", b"rope_dim", "scale_dtype", b"scale_dtype", "total_num_kv_heads", b"total_num_kv_heads", "tp_rank", b"tp_rank", "tp_size", b"tp_size", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -346,7 +350,7 @@ Global___KVLayout: _TypeAlias = KVLayout  # noqa: Y015
 
 @_typing.final
 class KVTarget(_message.Message):
-    """Blocks that a decoder reserved: block_ids[i] takes the prompt's block number first_block + i."""
+    """Blocks that a decoder reserved: block_ids[i] takes the prompt's block number first_block + i, on every rank of it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -355,14 +359,26 @@ class KVTarget(_message.Message):
     LINK_ADDRESS_FIELD_NUMBER: _builtins.int
     FIRST_BLOCK_FIELD_NUMBER: _builtins.int
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    RANK_ADDRESSES_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     incarnation: _builtins.int
+    """of the engine: the same for all its ranks"""
     link_address: _builtins.str
-    """host:port of the KVLink service"""
+    """host:port of the KVLink service of rank 0"""
     first_block: _builtins.int
     """the decoder holds the blocks before this one already"""
+    block_size: _builtins.int
+    """tokens; 0: the writer's"""
+    num_tokens: _builtins.int
+    """of the prompt; 0: as many as the blocks hold"""
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def rank_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """of every rank's KVLink, by tp_rank; empty: link_address, the only one"""
+
     def __init__(
         self,
         *,
@@ -371,10 +387,13 @@ class KVTarget(_message.Message):
         link_address: _builtins.str = ...,
         first_block: _builtins.int = ...,
         block_ids: _abc.Iterable[_builtins.int] | None = ...,
+        rank_addresses: _abc.Iterable[_builtins.str] | None = ...,
+        block_size: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "engine_id", b"engine_id", "first_block", b"first_block", "incarnation", b"incarnation", "link_address", b"link_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "block_size", b"block_size", "engine_id", b"engine_id", "first_block", b"first_block", "incarnation", b"incarnation", "link_address", b"link_address", "num_tokens", b"num_tokens", "rank_addresses", b"rank_addresses"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

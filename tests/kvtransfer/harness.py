@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc.aio
 import torch
+import xxhash
 
 from kvtransfer.config import KVTransferConfig
 from kvtransfer.connector import LINK_OPTIONS, BlockCopy, ReceiveEvent, Receiver, Sender
@@ -111,8 +112,9 @@ class Writer:
     ):
         self.memory = KVMemory.allocate(layout, NUM_BLOCKS)
         generator = torch.Generator().manual_seed(1)
-        for cache in self.memory.k_caches + self.memory.v_caches:
-            cache.copy_(torch.randn(cache.shape, generator=generator))
+        for caches in self.memory.caches:
+            for cache in caches:
+                cache.copy_(torch.randn(cache.shape, generator=generator))
         self.sender = Sender(
             self.memory,
             engine_id=engine_id,
@@ -168,6 +170,11 @@ def assert_blocks_equal(
         source.k_caches + source.v_caches, target.k_caches + target.v_caches, strict=True
     ):
         assert torch.equal(ours[list(source_blocks)], theirs[list(target_blocks)])
+
+
+def layer_checksum(memory: KVMemory, layer_idx: int, blocks: Sequence[int]) -> str:
+    tensors = [part[layer_idx][list(blocks)] for part in memory.caches]
+    return xxhash.xxh3_64_hexdigest(b"".join(tensor.numpy().tobytes() for tensor in tensors))
 
 
 def assert_untouched(memory: KVMemory, blocks: Sequence[int]) -> None:

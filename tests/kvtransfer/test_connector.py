@@ -99,7 +99,7 @@ def test_pushes_of_what_does_not_exist_are_refused_at_once() -> None:
         transfer = writer.begin(K, reader.expect(K, [1]))
         with pytest.raises(ValueError, match="layer_idx is 3"):
             transfer.push(3, [BlockCopy(0, 0)])
-        with pytest.raises(ValueError, match="target_index is 1"):
+        with pytest.raises(ValueError, match="block_index is 1"):
             transfer.push(0, [BlockCopy(0, 1)])
         with pytest.raises(ValueError, match="being transferred"):
             writer.begin(K, reader.target([1]))
@@ -213,11 +213,11 @@ def test_tokens_are_compared_whole() -> None:
 
 def test_layouts_that_differ_are_refused_with_both_in_the_message() -> None:
     reader = ReaderThread()
-    writer = Writer(layout=replace(LAYOUT, block_size=16))
+    writer = Writer(layout=replace(LAYOUT, head_dim=32))
     error = writer.send(K, reader.expect(K, [1]), [1]).error
     assert "refused" in error
-    assert "block_size=16" in error
-    assert "block_size=8" in error
+    assert "head_dim=32" in error
+    assert "head_dim=16" in error
     writer.close()
     reader.close()
 

@@ -10,10 +10,9 @@ from multiprocessing.connection import Connection as Pipe
 
 import pytest
 
-from kvtransfer.checksum import layer_checksum
 from kvtransfer.connector import BlockCopy, KVArrived, KVFailed, KVQuiet
 from protos import worker_pb2
-from tests.kvtransfer.harness import CONFIG, LAYOUT, ReaderThread, Writer, spawn
+from tests.kvtransfer.harness import CONFIG, LAYOUT, ReaderThread, Writer, layer_checksum, spawn
 
 K = ("request", 0)
 TRANSPORTS = pytest.mark.parametrize("transport", ["memory", "mooncake"])

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from kvtransfer.checksum import block_checksum, layer_checksum, sum_checksums
+from kvtransfer.checksum import runs_checksum, sum_checksums
 from kvtransfer.layout import KVLayout
 from kvtransfer.registration import KVMemory, RegisteredRegion
 from tests.kvtransfer.harness import LAYOUT
@@ -103,13 +103,28 @@ def test_checksums_tell_content_place_and_part_apart() -> None:
     torch.manual_seed(0)
     for cache in memory.k_caches + memory.v_caches:
         cache.copy_(torch.randn(cache.shape))
-    right = layer_checksum(memory, 1, [2, 5, 7])
-    assert layer_checksum(memory, 0, [2, 5, 7]) != right
-    assert layer_checksum(memory, 1, [5, 2, 7]) != right
-    pieces = [block_checksum(memory, 1, block, i) for block, i in ((2, 0), (7, 2), (5, 1))]
+    slots = 2 * 8  # heads times tokens of a block
+
+    def checksum(layer_idx: int, *blocks: tuple[int, int]) -> int:
+        runs = [(block_id * slots, slots, place * slots) for block_id, place in blocks]
+        return runs_checksum(memory, layer_idx, runs)
+
+    right = checksum(1, (2, 0), (5, 1), (7, 2))
+    assert checksum(0, (2, 0), (5, 1), (7, 2)) != right
+    assert checksum(1, (5, 0), (2, 1), (7, 2)) != right
+    pieces = [checksum(1, block) for block in ((2, 0), (7, 2), (5, 1))]
     assert sum_checksums(pieces) == right
     swapped = memory.k_caches[1][5].clone()
     memory.k_caches[1][5] = memory.v_caches[1][5]
     memory.v_caches[1][5] = swapped
-    assert layer_checksum(memory, 1, [2, 5, 7]) != right
+    assert checksum(1, (2, 0), (5, 1), (7, 2)) != right
+    memory.close()
+
+
+def test_scales_are_parts_beside_the_values() -> None:
+    memory = KVMemory.allocate(replace(LAYOUT, dtype="int8", scale_dtype="float32"), 5)
+    assert [region.part for region in memory.regions[:4]] == ["k", "v", "k_scale", "v_scale"]
+    assert memory.caches[3][2].shape == (5, 2, 8, 1)
+    assert memory.caches[3][2].dtype == torch.float32
+    assert memory.layout.block_bytes_all_layers == 3 * 2 * (2 * 8 * 16 + 2 * 8 * 4)
     memory.close()

@@ -1,0 +1,90 @@
+"""From pushed blocks to segments for a transport and to their checksums, for one link."""
+
+from collections.abc import Sequence
+
+from kvtransfer.checksum import runs_checksum
+from kvtransfer.errors import TransferError
+from kvtransfer.link import BlockCopy, RequestKey
+from kvtransfer.rank_transfer import Push
+from kvtransfer.registration import KVMemory, RegisteredRegion
+from kvtransfer.reshard import Placement, Resharding, ReshardPlan, SlotRun
+from kvtransfer.transports.base import Segment
+
+Copies = tuple[BlockCopy, ...]
+CopyRuns = list[list[SlotRun]]
+"""Per copy."""
+
+
+class PushPlanner:
+    """Knows the memory of both ends; used by the thread of the link."""
+
+    def __init__(
+        self, memory: KVMemory, regions: Sequence[RegisteredRegion], resharding: Resharding
+    ):
+        self._memory = memory
+        self._regions = regions
+        self._resharding = resharding
+        self._last: tuple[tuple[RequestKey, Copies], CopyRuns, ReshardPlan] | None = None
+
+    def segments(
+        self, key: RequestKey, placement: Placement, batch: Sequence[Push]
+    ) -> list[Segment]:
+        """What a transport has to copy for all pushes of a batch.
+
+        Raises: TransferError: a block outside of either end's memory, or a target that is cut into
+        other blocks than the reader's.
+        """
+        if placement.block_size != self._resharding.target.block_size:
+            raise TransferError(
+                f"the blocks were reserved with {placement.block_size} tokens each, the reader has "
+                f"{self._resharding.target}, the writer {self._resharding.source}"
+            )
+        segments = []
+        num_parts = len(self._memory.layout.parts)
+        for layer_idx, copies in batch:
+            _, plan = self._plan(key, placement, copies)
+            for part_idx, moves in enumerate(plan.moves):
+                source = self._memory.regions[num_parts * layer_idx + part_idx]
+                target = self._regions[num_parts * layer_idx + part_idx]
+                for source_offset, target_offset, num_bytes in moves:
+                    if (
+                        source_offset + num_bytes > source.num_bytes
+                        or target_offset + num_bytes > target.num_bytes
+                    ):
+                        raise TransferError(f"block out of range in a push of layer {layer_idx}")
+                    segments.append(
+                        Segment(
+                            source.base_address + source_offset,
+                            target.base_address + target_offset,
+                            num_bytes,
+                        )
+                    )
+        return segments
+
+    def checksums(self, key: RequestKey, placement: Placement, batch: Sequence[Push]) -> list[int]:
+        """One per copy of the batch, in order."""
+        checksums = []
+        for layer_idx, copies in batch:
+            copy_runs, _ = self._plan(key, placement, copies)
+            checksums += [
+                runs_checksum(
+                    self._memory,
+                    layer_idx,
+                    [(run.source_slot, run.num_slots, run.place) for run in runs],
+                )
+                for runs in copy_runs
+            ]
+        return checksums
+
+    def _plan(
+        self, key: RequestKey, placement: Placement, copies: Copies
+    ) -> tuple[CopyRuns, ReshardPlan]:
+        # The layers of a chunk push the same blocks, one after the other.
+        if self._last is None or self._last[0] != (key, copies):
+            copy_runs = [
+                self._resharding.runs(placement, copy.block_index, copy.source_block_id)
+                for copy in copies
+            ]
+            plan = self._resharding.plan(run for runs in copy_runs for run in runs)
+            self._last = (key, copies), copy_runs, plan
+        return self._last[1], self._last[2]

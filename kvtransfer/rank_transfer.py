@@ -1,0 +1,184 @@
+"""The part of an outgoing transfer that goes to one rank of the reader: what is still to be
+written, how far it is, and whether it may go on.
+
+    OPENING --grant--> GRANTED --finish and all written--> concluded ok
+       |                  |
+       +------------------+--abort, deadline, error------> concluded with an error
+
+The engine thread pushes; the thread of the link takes batches, writes them and concludes.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from kvtransfer.checksum import sum_checksums
+from kvtransfer.config import KVTransferConfig
+from kvtransfer.layout import KVLayout
+from kvtransfer.link import BlockCopy, RequestKey, TransferResult
+from kvtransfer.reshard import Placement
+
+Push = tuple[int, tuple[BlockCopy, ...]]
+"""(layer_idx, copies)."""
+
+
+class RankTransfer:
+    """push, finish and abort may be called from any thread and return at once."""
+
+    def __init__(
+        self,
+        key: RequestKey,
+        placement: Placement,
+        block_indices: range,
+        layout: KVLayout,
+        config: KVTransferConfig,
+        on_done: Callable[[TransferResult], None],
+        wake: Callable[[], None],
+    ):
+        self.key = key
+        self.placement = placement
+        self.num_bytes = 0
+        self.is_begun = False
+        """Whether the reader was asked for a grant and so has to be told the end."""
+        self.is_unanswered = False
+        """Whether it failed because the reader neither granted nor refused it."""
+        self.block_indices = block_indices
+        self._config = config
+        self._on_done = on_done
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._pushes: deque[Push] = deque()
+        self._is_granted = False
+        self._is_finished = False
+        self._is_concluded = False
+        self._error = ""
+        self._progress_s = time.monotonic()
+        self._finish_s = 0.0
+        self._checksums: list[dict[int, int]] = [{} for _ in range(layout.num_layers)]
+        layer_bytes = layout.block_bytes_all_layers // layout.num_layers
+        self._copies_per_push = max(1, config.max_batch_bytes // layer_bytes)
+
+    def push(self, layer_idx: int, blocks: Sequence[BlockCopy]) -> None:
+        """Queue copies of one layer's blocks, see Transfer.push."""
+        step = self._copies_per_push
+        with self._lock:
+            if self._error or self._is_concluded:
+                return
+            assert not self._is_finished, "push after finish"
+            if not self._pushes and self._is_granted:
+                self._progress_s = time.monotonic()
+            for start in range(0, len(blocks), step):
+                self._pushes.append((layer_idx, tuple(blocks[start : start + step])))
+        self._wake()
+
+    def finish(self) -> None:
+        """State that nothing more will be pushed. on_done follows when all of it is written."""
+        with self._lock:
+            if self._is_finished:
+                return
+            self._is_finished = True
+            self._finish_s = time.monotonic()
+            if not self._pushes and self._is_granted:
+                self._progress_s = self._finish_s
+        self._wake()
+
+    def abort(self, reason: str) -> None:
+        """Stop writing. on_done follows once nothing is in flight; after it, this does nothing."""
+        self.fail(reason)
+        self._wake()
+
+    def fail(self, reason: str) -> None:
+        """Record the first reason why this transfer cannot succeed, and drop what is queued."""
+        with self._lock:
+            self._error = self._error or reason or "aborted"
+            self._pushes.clear()
+
+    def grant(self) -> None:
+        """The reader lets this transfer write."""
+        with self._lock:
+            self._is_granted = True
+            self._progress_s = time.monotonic()
+
+    def take_batch(self) -> list[Push]:
+        """Take the next pushes to write, up to max_batch_bytes; empty if there is nothing now."""
+        batch: list[Push] = []
+        num_copies = 0
+        with self._lock:
+            while self._is_granted and self._pushes:
+                num_copies += len(self._pushes[0][1])
+                if batch and num_copies > self._copies_per_push:
+                    break
+                batch.append(self._pushes.popleft())
+        return batch
+
+    def record_batch(self, batch: Sequence[Push], checksums: Sequence[int], num_bytes: int) -> None:
+        """The batch was written; checksums holds one per copy, in order."""
+        iterator = iter(checksums)
+        for layer_idx, copies in batch:
+            layer = self._checksums[layer_idx]
+            for copy in copies:
+                layer[copy.block_index] = next(iterator)
+        self.num_bytes += num_bytes
+        with self._lock:
+            self._progress_s = time.monotonic()
+
+    def is_complete(self) -> bool:
+        """Whether the caller finished and nothing is left to write."""
+        with self._lock:
+            return self._is_granted and self._is_finished and not self._pushes
+
+    def is_ready(self) -> bool:
+        """Whether the thread of the link has something to do for this transfer, deadlines aside."""
+        with self._lock:
+            return bool(self._error) or (
+                self._is_granted and (bool(self._pushes) or self._is_finished)
+            )
+
+    def find_error(self) -> str:
+        """Why this transfer has to end without success; empty while it may go on."""
+        with self._lock:
+            if not self._error and time.monotonic() > self._deadline_s():
+                what = "grant" if not self._is_granted else "write"
+                self.is_unanswered = self.is_begun and not self._is_granted
+                self._error = f"deadline passed while waiting for a {what}"
+                self._pushes.clear()
+            return self._error
+
+    def deadline_s(self) -> float:
+        """When find_error has to be asked again, on time.monotonic()."""
+        with self._lock:
+            return self._deadline_s()
+
+    def missing_blocks(self) -> str:
+        """What was not pushed; empty if every layer of every block was."""
+        expected = len(self.block_indices)
+        for layer_idx, layer in enumerate(self._checksums):
+            if len(layer) != expected:
+                return f"layer {layer_idx}: {len(layer)} of {expected} blocks were pushed"
+        return ""
+
+    def layer_checksums(self) -> list[int]:
+        """One per layer, see checksum.py."""
+        return [sum_checksums(layer.values()) for layer in self._checksums]
+
+    def conclude(self, error: str) -> None:
+        """Call on_done.
+
+        Called once, by the thread of the link.
+        """
+        with self._lock:
+            assert not self._is_concluded, f"{self.key} concluded twice"
+            self._is_concluded = True
+            self._pushes.clear()
+        num_blocks = min(len(layer) for layer in self._checksums)
+        self._on_done(TransferResult(self.key, not error, error, self.num_bytes, num_blocks))
+
+    def _deadline_s(self) -> float:
+        has_work = not self._is_granted or self._pushes or self._is_finished
+        deadline_s = float("inf")
+        if has_work:
+            deadline_s = self._progress_s + self._config.progress_timeout_s
+        if self._is_finished:
+            deadline_s = min(deadline_s, self._finish_s + self._config.transfer_timeout_s)
+        return deadline_s
