@@ -34,6 +34,8 @@ from kvtransfer.transports.base import Connection
 from kvtransfer.transports.loading import LoadedTransports
 from protos import worker_pb2, worker_pb2_grpc
 
+GOODBYE_TIMEOUT_S = 0.5
+
 logger = logging.getLogger(__name__)
 
 
@@ -115,6 +117,7 @@ class WriterLink:
         self._connection: Connection | None = None
         self._regions: tuple[RegisteredRegion, ...] = ()
         self._planner: PushPlanner | None = None
+        self._reader: threading.Thread | None = None
         self._thread = threading.Thread(
             target=self._run, name=f"kv-link-{key.engine_id}", daemon=True
         )
@@ -163,6 +166,10 @@ class WriterLink:
                 while not self._open(channel, names):
                     pass
                 self._serve()
+                # What was said last, such as an EndWrite, still has to leave.
+                self._outgoing.put(None)
+                if self._reader is not None:
+                    self._reader.join(GOODBYE_TIMEOUT_S)
         except KVTransferError as error:
             self._break(str(error))
         except Exception:
@@ -183,10 +190,10 @@ class WriterLink:
         call = worker_pb2_grpc.KVLinkStub(channel).Link(
             _drain(outgoing), metadata=token_metadata(self._writer.token)
         )
-        reader = threading.Thread(
+        self._reader = threading.Thread(
             target=self._read, args=(call, outgoing), name="kv-link-read", daemon=True
         )
-        reader.start()
+        self._reader.start()
         try:
             self._say_hello(names)
             self._wait_until(lambda: self._hello is not None, deadline_s)
