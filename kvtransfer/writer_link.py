@@ -287,6 +287,8 @@ class WriterLink:
                 transfer = self._transfers.get(key_from_proto(answer.key))
                 if transfer is None:
                     self.num_stale += 1
+                    if message.HasField("abort"):
+                        self._answer_abort(key_from_proto(answer.key))
                 elif message.HasField("abort"):
                     transfer.fail("the reader gave up")
                 elif message.grant.granted:
@@ -295,6 +297,11 @@ class WriterLink:
                     transfer.is_begun = False
                     transfer.fail(f"the reader refused: {message.grant.reason}")
             self._condition.notify_all()
+
+    def _answer_abort(self, key: RequestKey) -> None:
+        """The reader still waits for the end of a transfer that is over: its EndWrite was lost."""
+        if all(ending.key != key for ending in self._endings):
+            self._send_end(key, "the transfer is over", ())
 
     def _begin(self, transfer: RankTransfer) -> None:
         transfer.is_begun = True

@@ -22,6 +22,7 @@ class Faults:
         self.entered = threading.Event()
         self.flip_after_write = False
         self.drop_writes = False
+        self.truncate_by = 0
         self.late_writes: list[tuple[Connection, Sequence[Segment]]] = []
         self.late_s = 0.0
         self.error = ""
@@ -54,6 +55,14 @@ class FaultyConnection:
             timer = threading.Timer(faults.late_s, self._write_late, (segments,))
             timer.start()
             return
+        if faults.truncate_by:
+            last = segments[-1]
+            segments = [
+                *segments[:-1],
+                last._replace(num_bytes=last.num_bytes - faults.truncate_by),
+            ]
+            self._rest += faults.truncate_by
+            faults.truncate_by = 0
         self._inner.write(segments, deadline_s)
         if faults.flip_after_write:
             faults.flip_after_write = False
