@@ -12,14 +12,16 @@ MIB = 1024 * 1024
 class KVTransferConfig:
     """Settings of one process; writer and reader may differ, the handshake finds what both have."""
 
-    transport: Literal["auto", "memory", "mooncake"] = "auto"
+    transport: Literal["auto", "memory", "mooncake", "hccl"] = "auto"
     """auto: the first of auto_order that both ends can load and that reaches the peer."""
-    auto_order: tuple[Literal["memory", "mooncake"], ...] = ("mooncake", "memory")
+    auto_order: tuple[Literal["memory", "mooncake", "hccl"], ...] = ("mooncake", "memory")
     """The path of production first, also on one host; shared memory where Mooncake cannot load."""
     host: str = "127.0.0.1"
     """Address of this host that peers reach; the Mooncake engine announces it."""
     mooncake_protocol: Literal["tcp", "rdma", "ascend"] = "tcp"
     """What Mooncake moves bytes with."""
+    hccl_backend: Literal["gloo", "hccl"] = "gloo"
+    """What the hccl transport moves bytes with: hccl on Ascend, gloo where there is none."""
     checksum: Literal["full", "off"] = "full"
     """full: every block is hashed by both ends and compared before the reader may use it."""
     connect_timeout_s: Annotated[float, Gt(0)] = 2.0

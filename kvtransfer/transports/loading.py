@@ -11,6 +11,7 @@ from kvtransfer.config import KVTransferConfig
 from kvtransfer.errors import TransportUnavailable
 from kvtransfer.registration import KVMemory
 from kvtransfer.transports.base import Transport
+from kvtransfer.transports.hccl import HCCLTransport
 from kvtransfer.transports.memory import MemoryTransport
 
 logger = logging.getLogger(__name__)
@@ -85,6 +86,10 @@ def host_id() -> str:
 def _load(name: str, config: KVTransferConfig) -> Transport:
     if name == "memory":
         return MemoryTransport()
+    if name == "hccl":
+        return HCCLTransport(
+            backend=config.hccl_backend, host=config.host, timeout_s=config.progress_timeout_s
+        )
     try:
         # NOTE: imported here because it is the one transport whose library may be missing or may
         # not load.

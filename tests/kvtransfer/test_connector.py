@@ -25,7 +25,7 @@ from tests.kvtransfer.harness import (
 K = ("request", 0)
 
 
-@pytest.mark.parametrize("transport", ["memory", "mooncake"])
+@pytest.mark.parametrize("transport", ["memory", "mooncake", "hccl"])
 def test_blocks_arrive_and_the_bytes_counted_are_blocks_times_block_bytes(transport: str) -> None:
     with pair(transport=transport) as (writer, reader):
         source, target = [3, 4, 5, 1, 60], [10, 11, 12, 40, 7]
@@ -301,7 +301,7 @@ def test_a_transport_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPa
     writer.close()
 
 
-@pytest.mark.parametrize("transport", ["memory", "mooncake"])
+@pytest.mark.parametrize("transport", ["memory", "mooncake", "hccl"])
 def test_two_hundred_transfers_with_aborts_leave_nothing_behind(transport: str) -> None:
     rng = random.Random(3)
     with pair(transport=transport) as (writer, reader):

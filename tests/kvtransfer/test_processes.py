@@ -15,7 +15,7 @@ from protos import worker_pb2
 from tests.kvtransfer.harness import CONFIG, LAYOUT, ReaderThread, Writer, layer_checksum, spawn
 
 K = ("request", 0)
-TRANSPORTS = pytest.mark.parametrize("transport", ["memory", "mooncake"])
+TRANSPORTS = pytest.mark.parametrize("transport", ["memory", "mooncake", "hccl"])
 BIG = replace(LAYOUT, num_kv_heads=4, head_dim=64, block_size=128)
 
 
