@@ -14,6 +14,7 @@ import logging
 from collections import deque
 from dataclasses import dataclass, field
 
+from engine.prefix_tiers import TierEvent, TierFound, TierLoaded, TierWritten
 from engine.request import Request, RequestKey, RequestState
 from engine.scheduler import QueueFull
 from engine.worker.assembly import Engine
@@ -23,7 +24,7 @@ from engine.worker.intake import Intake
 from kvtransfer.connector import KVArrived, KVFailed, KVQuiet, ReceiveEvent, Receiver
 from protos import worker_pb2
 
-DecodeEvent = SessionMessage | SessionClosed | StatsQuery | Stop | ReceiveEvent
+DecodeEvent = SessionMessage | SessionClosed | StatsQuery | Stop | ReceiveEvent | TierEvent
 
 _IDLE_WAIT_S = 0.25
 
@@ -66,6 +67,8 @@ class DecodeLoop:
         self._inbox = inbox
         self._receiver = receiver
         self._link_address = link_address
+        self._tiers = engine.tiers
+        self._tiers.start(engine.blocks, inbox.put)
         self._entries: dict[RequestKey, _Entry] = {}
         self._pending: deque[RequestKey] = deque()
         self._stopping = False
@@ -112,6 +115,8 @@ class DecodeLoop:
                 self._on_failed(key, reason, quiet)
             case KVQuiet(key):
                 self._on_quiet(key)
+            case TierFound() | TierLoaded() | TierWritten():
+                self._tiers.on_tier_event(event)
             case SessionClosed(session_id):
                 for key in self._intake.of_session(session_id):
                     self._end(key)

@@ -10,15 +10,30 @@ Owned by one engine loop thread. An operation costs time by the blocks it moves,
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from engine.request import Request
 from protos.block_hash import hash_block, hash_blocks, root_hash
 
 
+class BlockJournal(Protocol):
+    """Told of every change of what the prefix cache can find, on the loop's thread."""
+
+    def stored(self, block_hash: bytes) -> None:
+        """A block with this hash can be found from now on."""
+        ...
+
+    def removed(self, block_hash: bytes) -> None:
+        """It cannot any more."""
+        ...
+
+
 class BlockManager:
     """Ref-counted blocks with a hash-chained prefix cache."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, journals: Sequence[BlockJournal] = ()
+    ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(
                 f"num_blocks is {num_blocks}, block_size is {block_size}: both must be at least 1"
@@ -29,6 +44,7 @@ class BlockManager:
         """Tokens that requests looked up in the prefix cache, one count per request."""
         self.prefix_cache_hits = 0
         """Of these, tokens found."""
+        self._journals = tuple(journals)
         self._ref_counts = [0] * num_blocks
         # The hash of every block that is full and computed; only one block per hash is findable.
         self._hashes: list[bytes | None] = [None] * num_blocks
@@ -124,8 +140,42 @@ class BlockManager:
         self._extend_hashes(request)
         for index in range(first_new, num_full):
             block_id, block_hash = request.block_ids[index], request.block_hashes[index]
-            self._hashes[block_id] = block_hash
-            self._findable.setdefault(block_hash, block_id)
+            self._register(block_id, block_hash)
+
+    def missing_hashes(self, request: Request) -> list[bytes]:
+        """Hashes of the blocks that `attach_prefix` would take if they were here, from the first
+        that is not.
+        """
+        if request.sampling.num_prompt_logprobs is not None:
+            return []
+        num_matched = len(self._match_request(request))
+        return request.block_hashes[num_matched : self._max_cached_blocks(request.num_tokens)]
+
+    def findable(self) -> list[bytes]:
+        """Every hash that the prefix cache finds."""
+        return list(self._findable)
+
+    def hold(self, block_hash: bytes) -> int | None:
+        """Reference the block with this hash until `drop`; None: it is not here."""
+        block_id = self._findable.get(block_hash)
+        if block_id is not None:
+            if self._ref_counts[block_id] == 0:
+                del self._free[block_id]
+            self._ref_counts[block_id] += 1
+        return block_id
+
+    def take(self, num_blocks: int) -> list[int]:
+        """Reference free blocks, to be filled, until `drop`; at most half of the free ones."""
+        return [self._take_free() for _ in range(min(num_blocks, len(self._free) // 2))]
+
+    def adopt(self, block_id: int, block_hash: bytes) -> None:
+        """Make a block findable that `take` returned and that was filled with this content."""
+        self._register(block_id, block_hash)
+
+    def drop(self, block_ids: Iterable[int]) -> None:
+        """Give up references of `hold` and `take`."""
+        for block_id in block_ids:
+            self._release(block_id)
 
     def free(self, request: Request) -> None:
         """Drop the request's references and clear block_ids; harmless when it holds none."""
@@ -189,6 +239,13 @@ class BlockManager:
                 held[block_id] += 1
         assert held == self._ref_counts, "reference counts differ from what the requests hold"
 
+    def _register(self, block_id: int, block_hash: bytes) -> None:
+        self._hashes[block_id] = block_hash
+        if block_hash not in self._findable:
+            self._findable[block_hash] = block_id
+            for journal in self._journals:
+                journal.stored(block_hash)
+
     def _max_cached_blocks(self, num_tokens: int) -> int:
         return max(num_tokens - 1, 0) // self.block_size
 
@@ -225,6 +282,8 @@ class BlockManager:
         if block_hash is not None:
             if self._findable.get(block_hash) == block_id:
                 del self._findable[block_hash]
+                for journal in self._journals:
+                    journal.removed(block_hash)
             self._hashes[block_id] = None
 
     def _release(self, block_id: int) -> None:

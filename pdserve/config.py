@@ -19,6 +19,7 @@ from decoder.config import DecoderConfig
 from engine.config import Quantization
 from engine.worker.config import WorkerConfig
 from kvtransfer.config import KVTransferConfig
+from kvtransfer.tiers.config import TierConfig
 from pdserve.errors import ConfigError
 from pdserve.models import default_served_name
 from pdserve.units import format_bytes
@@ -86,7 +87,7 @@ class ServiceConfig:
     """Backend of the device operations."""
     quantization: Quantization = "none"
     """How weights are held: none keeps them in float, int8 rounds them at load."""
-    transport: Literal["auto", "memory", "mooncake"] = "auto"
+    transport: Literal["auto", "memory", "mooncake", "hccl"] = "auto"
     """How KV travels from prefiller to decoder."""
     lease_s: Annotated[float, Gt(0)] = 4.0
     """A request that its proxy does not renew for so long is aborted by the workers."""
@@ -98,6 +99,8 @@ class ServiceConfig:
     """The proxy; fields in DERIVED come from above."""
     transfer: KVTransferConfig = field(default_factory=KVTransferConfig)
     """The KV transfer; fields in DERIVED come from above."""
+    tiers: TierConfig = field(default_factory=TierConfig)
+    """Where prefix blocks are kept beyond the workers' KV caches."""
     ray: RayConfig = field(default_factory=RayConfig)
     """Placement."""
 
@@ -183,6 +186,7 @@ def worker_configs(
             "quantization": config.quantization,
             "lease_s": config.lease_s,
             "transfer": config.transfer,
+            "tiers": config.tiers,
         }
 
     prefiller, decoder = config.prefiller, config.decoder

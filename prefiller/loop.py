@@ -1,7 +1,8 @@
 """The prefiller's engine loop: it computes prompts, pushes their KV and reports the first token.
 
-    Prefill --> WAITING --> RUNNING (chunks; each layer pushed as it is written)
-                              --first token sampled, reported--> SENDING --all written--> Released
+    Prefill --prefix fetched from the tiers, if there are any--> WAITING --> RUNNING (chunks; each
+      layer pushed as it is written) --first token sampled, reported--> SENDING --all written-->
+      Released
     any --Cancel, lease, deadline, session closed--> ending --nothing in flight--> Released
 
 One thread owns everything here. Other threads put events into the inbox; answers leave through the
@@ -11,8 +12,9 @@ outbox. Blocks are freed only when the transfer says that it will never read the
 import logging
 from dataclasses import dataclass
 
+from engine.prefix_tiers import TierEvent, TierFound, TierLoaded, TierWritten
 from engine.request import Request, RequestKey
-from engine.scheduler import ScheduledRequest
+from engine.scheduler import QueueFull, ScheduledRequest
 from engine.worker.assembly import Engine
 from engine.worker.convert import key_from_proto
 from engine.worker.inbox import Inbox, SessionClosed, SessionMessage, StatsQuery, Stop
@@ -20,7 +22,7 @@ from engine.worker.intake import Intake
 from kvtransfer.connector import BlockCopy, Sender, Transfer, TransferResult
 from protos import worker_pb2
 
-PrefillEvent = SessionMessage | SessionClosed | StatsQuery | Stop | TransferResult
+PrefillEvent = SessionMessage | SessionClosed | StatsQuery | Stop | TransferResult | TierEvent
 
 _IDLE_WAIT_S = 0.25
 
@@ -54,6 +56,8 @@ class PrefillLoop:
         self._replies = intake.replies
         self._inbox = inbox
         self._sender = sender
+        self._tiers = engine.tiers
+        self._tiers.start(engine.blocks, inbox.put)
         self._entries: dict[RequestKey, _Entry] = {}
         self._stopping = False
         self._progressed = False
@@ -73,6 +77,7 @@ class PrefillLoop:
             self._dispatch(event)
         for key, reason in self._intake.overdue(self._entries):
             self._end(key, reason)
+        self._schedule(self._tiers.overdue())
         self._replies.flush()
         output = self._scheduler.schedule()
         self._progressed = bool(output.scheduled)
@@ -129,6 +134,8 @@ class PrefillLoop:
                 self._dispatch_message(session_id, message)
             case TransferResult():
                 self._on_transfer_result(event)
+            case TierFound() | TierLoaded() | TierWritten():
+                self._schedule(self._tiers.on_tier_event(event))
             case SessionClosed(session_id):
                 for key in self._intake.of_session(session_id):
                     self._end(key, "the proxy's session closed")
@@ -158,9 +165,23 @@ class PrefillLoop:
         if key in self._entries:
             self._counters.num_stale_messages += 1
             return
-        request = self._intake.admit(session_id, message.key, message.work, self._scheduler.add)
+        request = self._intake.admit(session_id, message.key, message.work, self._accept)
         if request is not None:
             self._entries[key] = _Entry(request, target)
+
+    def _accept(self, request: Request) -> None:
+        self._scheduler.validate(request)
+        if not self._tiers.lookup(request):
+            self._scheduler.add(request)
+
+    def _schedule(self, keys: list[RequestKey]) -> None:
+        """Requests that waited for the tiers join the queue."""
+        for key in keys:
+            try:
+                self._scheduler.add(self._entries[key].request)
+            except QueueFull as error:
+                self._replies.failed(key, worker_pb2.FAILURE_OVERLOADED, str(error))
+                self._end(key, str(error))
 
     def _on_transfer_result(self, result: TransferResult) -> None:
         entry = self._entries.get(result.key)
@@ -193,6 +214,7 @@ class PrefillLoop:
     def _release(self, entry: _Entry) -> None:
         request = entry.request
         self._scheduler.remove(request)
+        self._tiers.forget(request.key)
         del self._entries[request.key]
         self._steps.forget(request.key)
         self._replies.released(request.key)

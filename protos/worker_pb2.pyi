@@ -972,6 +972,8 @@ class WorkerStats(_message.Message):
     TRANSFERS_FIELD_NUMBER: _builtins.int
     NUM_PENDING_TOKENS_FIELD_NUMBER: _builtins.int
     FAILURES_FIELD_NUMBER: _builtins.int
+    TIERS_FIELD_NUMBER: _builtins.int
+    NUM_PROMOTED_BLOCKS_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     incarnation: _builtins.int
     role: Global___Role.ValueType
@@ -997,12 +999,16 @@ class WorkerStats(_message.Message):
     num_expired_leases: _builtins.int
     num_pending_tokens: _builtins.int
     """prompt tokens waiting to be computed"""
+    num_promoted_blocks: _builtins.int
+    """fetched from a tier into the KV cache"""
     @_builtins.property
     def transfers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransferPeerStats]: ...
     @_builtins.property
     def failures(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """by reason"""
 
+    @_builtins.property
+    def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierStats]: ...
     def __init__(
         self,
         *,
@@ -1027,14 +1033,58 @@ class WorkerStats(_message.Message):
         transfers: _abc.Iterable[Global___TransferPeerStats] | None = ...,
         num_pending_tokens: _builtins.int = ...,
         failures: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        tiers: _abc.Iterable[Global___TierStats] | None = ...,
+        num_promoted_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "failures", b"failures", "incarnation", b"incarnation", "num_blocks", b"num_blocks", "num_computed_tokens", b"num_computed_tokens", "num_expired_leases", b"num_expired_leases", "num_free_blocks", b"num_free_blocks", "num_generated_tokens", b"num_generated_tokens", "num_held_blocks", b"num_held_blocks", "num_leases", b"num_leases", "num_pending_tokens", b"num_pending_tokens", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_quarantined_blocks", b"num_quarantined_blocks", "num_running", b"num_running", "num_stale_messages", b"num_stale_messages", "num_waiting", b"num_waiting", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "role", b"role", "transfers", b"transfers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "failures", b"failures", "incarnation", b"incarnation", "num_blocks", b"num_blocks", "num_computed_tokens", b"num_computed_tokens", "num_expired_leases", b"num_expired_leases", "num_free_blocks", b"num_free_blocks", "num_generated_tokens", b"num_generated_tokens", "num_held_blocks", b"num_held_blocks", "num_leases", b"num_leases", "num_pending_tokens", b"num_pending_tokens", "num_preemptions", b"num_preemptions", "num_promoted_blocks", b"num_promoted_blocks", "num_prompt_tokens", b"num_prompt_tokens", "num_quarantined_blocks", b"num_quarantined_blocks", "num_running", b"num_running", "num_stale_messages", b"num_stale_messages", "num_waiting", b"num_waiting", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "role", b"role", "tiers", b"tiers", "transfers", b"transfers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerStats: _TypeAlias = WorkerStats  # noqa: Y015
+
+@_typing.final
+class TierStats(_message.Message):
+    """Prefix blocks that a worker keeps outside of its KV cache; counted by this process."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: _builtins.int
+    NUM_READ_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_WRITTEN_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_CORRUPT_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_EVICTED_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_FAILURES_FIELD_NUMBER: _builtins.int
+    NUM_USED_BYTES_FIELD_NUMBER: _builtins.int
+    tier: _builtins.str
+    """host | disk | store"""
+    num_read_blocks: _builtins.int
+    num_written_blocks: _builtins.int
+    num_corrupt_blocks: _builtins.int
+    """truncated or changed: dropped"""
+    num_evicted_blocks: _builtins.int
+    num_failures: _builtins.int
+    num_used_bytes: _builtins.int
+    """0 for the store: its master knows"""
+    def __init__(
+        self,
+        *,
+        tier: _builtins.str = ...,
+        num_read_blocks: _builtins.int = ...,
+        num_written_blocks: _builtins.int = ...,
+        num_corrupt_blocks: _builtins.int = ...,
+        num_evicted_blocks: _builtins.int = ...,
+        num_failures: _builtins.int = ...,
+        num_used_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_corrupt_blocks", b"num_corrupt_blocks", "num_evicted_blocks", b"num_evicted_blocks", "num_failures", b"num_failures", "num_read_blocks", b"num_read_blocks", "num_used_bytes", b"num_used_bytes", "num_written_blocks", b"num_written_blocks", "tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TierStats: _TypeAlias = TierStats  # noqa: Y015
 
 @_typing.final
 class WriterHello(_message.Message):

@@ -10,10 +10,12 @@ from engine.config import ModelConfig
 from engine.grammar import Grammars
 from engine.kv_layout import kv_layout
 from engine.models import CausalLM, build_model
+from engine.prefix_tiers import PrefixTiers
 from engine.runner import ForwardMemory, MakeForward, Runner
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.speculation import Verifier
 from engine.weights import load_model_config, load_weights
+from engine.weights.fingerprint import fingerprint
 from engine.weights.vocabulary import load_vocabulary
 from engine.worker.config import WorkerConfig
 from engine.worker.convert import layout_to_proto
@@ -23,6 +25,8 @@ from engine.worker.stats import LoopCounters
 from engine.worker.step import StepRunner
 from kernels.ops import Ops, select_ops
 from kvtransfer.registration import KVMemory
+from kvtransfer.tiers.base import TierStack
+from kvtransfer.tiers.loading import load_tiers
 from protos import worker_pb2
 
 
@@ -38,9 +42,11 @@ class Engine:
     counters: LoopCounters
     cores: CoreShares | None
     grammars: Grammars
+    tiers: PrefixTiers
 
     def close(self) -> None:
         """Give back the cache's memory and the share of cores."""
+        self.tiers.close()
         self.memory.close()
         self.grammars.close()
         if self.cores is not None:
@@ -70,7 +76,8 @@ def build_engine(
     ops = select_ops(config.ops_backend)
     model = _load_model(config, model_config, ops, start.report)
     memory = KVMemory.allocate(layout, num_blocks + ops.num_spare_blocks)
-    blocks = BlockManager(num_blocks, config.block_size)
+    tiers = _open_tiers(config, memory, num_blocks, role)
+    blocks = BlockManager(num_blocks, config.block_size, [tiers])
     max_model_len = min(
         config.max_model_len or model_config.max_position_embeddings,
         model_config.max_position_embeddings,
@@ -113,7 +120,24 @@ def build_engine(
     )
     verifier = Verifier(scheduler, model_config.vocab_size, eos_token_ids, grammars.next_masks)
     steps = StepRunner(runner, verifier, grammars, counters, cores)
-    return Engine(hello, memory, blocks, scheduler, steps, counters, cores, grammars)
+    return Engine(hello, memory, blocks, scheduler, steps, counters, cores, grammars, tiers)
+
+
+def _open_tiers(
+    config: WorkerConfig, memory: KVMemory, num_blocks: int, role: worker_pb2.Role.ValueType
+) -> PrefixTiers:
+    stack = TierStack(())
+    if config.tiers.is_on:
+        weights = fingerprint(Path(config.model_path))
+        stack = load_tiers(
+            config.tiers,
+            f"{memory.layout.digest}-{weights}",
+            host=config.transfer.host,
+            with_host=role == worker_pb2.ROLE_PREFILLER,
+        )
+    return PrefixTiers(
+        stack, memory, max_pinned_blocks=config.tiers.max_pinned_blocks, num_blocks=num_blocks
+    )
 
 
 def _join_cores(config: WorkerConfig) -> CoreShares | None:

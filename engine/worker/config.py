@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 
 from engine.config import Quantization
 from kvtransfer.config import KVTransferConfig
+from kvtransfer.tiers.config import TierConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +54,8 @@ class WorkerConfig:
     """A request that its proxy does not renew for this long is aborted."""
     transfer: KVTransferConfig = field(default_factory=KVTransferConfig)
     """Settings of the KV transfer."""
+    tiers: TierConfig = field(default_factory=TierConfig)
+    """Where prefix blocks are kept beyond the KV cache."""
 
     def to_json(self) -> str:
         """The configuration as text, for the actor's constructor."""
@@ -62,4 +65,6 @@ class WorkerConfig:
     def from_json(cls, text: str) -> "WorkerConfig":
         """Inverse of `to_json`."""
         values = json.loads(text)
-        return cls(**values | {"transfer": KVTransferConfig(**values["transfer"])})
+        values["transfer"] = KVTransferConfig(**values["transfer"])
+        values["tiers"] = TierConfig(**values["tiers"])
+        return cls(**values)

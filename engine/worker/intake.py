@@ -115,4 +115,5 @@ class Intake:
             num_leases=len(self._leases),
             num_pending=num_pending,
             transfers=transfers,
+            tiers=engine.tiers,
         )

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.block_manager import BlockManager
+from engine.prefix_tiers import PrefixTiers
 from engine.scheduler import Scheduler
 from engine.speculation import DraftCounters
 from protos import worker_pb2
@@ -32,6 +33,7 @@ def build_stats(
     num_leases: int,
     num_pending: int,
     transfers: Sequence[worker_pb2.TransferPeerStats],
+    tiers: PrefixTiers,
 ) -> worker_pb2.WorkerStats:
     """The worker's state between two steps; `num_pending` requests wait outside the scheduler."""
     return worker_pb2.WorkerStats(
@@ -56,4 +58,6 @@ def build_stats(
         transfers=transfers,
         num_pending_tokens=scheduler.num_pending_tokens,
         failures=dict(counters.failures),
+        tiers=tiers.stats(),
+        num_promoted_blocks=tiers.num_promoted_blocks,
     )

@@ -1,0 +1,152 @@
+"""A prefix outlives the worker that computed it."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvtransfer.tiers.config import TierConfig
+from tests.integration.service import Service, wait_until
+from tests.oracle import story
+
+pytestmark = pytest.mark.multiprocess
+
+_PREFIX_TOKENS = 640
+_BLOCK_SIZE = 32
+
+
+def _cached_tokens(reply: dict[str, object]) -> int:
+    usage = reply["usage"]
+    assert isinstance(usage, dict)
+    return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+
+def _restart_all(service: Service) -> None:
+    for worker in service.workers:
+        worker.kill()
+    service.publish()
+    for worker in list(service.workers):
+        service.restart(worker)
+    service.wait_ready()
+
+
+def _written(service: Service) -> int:
+    return sum(tier.num_written_blocks for w in service.workers for tier in w.stats().tiers)
+
+
+def test_a_prefix_on_disk_is_found_by_another_prefiller_and_after_a_full_restart(
+    packaged_model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "tier"
+    tiers = TierConfig(disk_path=str(folder), disk_bytes=1 << 30)
+    prompt = story(_PREFIX_TOKENS + 20, seed=5)
+    with Service(packaged_model, worker={"tiers": tiers}) as service:
+        first = service.complete(prompt, max_tokens=8)
+        assert _cached_tokens(first) == 0
+        num_blocks = _PREFIX_TOKENS // _BLOCK_SIZE
+        wait_until(lambda: _written(service) >= num_blocks, 10, "the prefix is on disk")
+        service.assert_idle()
+
+        _restart_all(service)
+        again = service.complete(prompt, max_tokens=8)
+        assert _cached_tokens(again) == _PREFIX_TOKENS
+        assert again["choices"] == first["choices"]
+        (prefiller,) = service.of_role("prefiller")
+        stats = prefiller.stats()
+        assert stats.num_promoted_blocks == num_blocks
+        assert stats.num_computed_tokens == 20
+        service.assert_idle()
+
+        # A damaged file costs the blocks from it on, and no more.
+        files = sorted(folder.glob("*/*/*"))
+        for path in files:
+            path.write_bytes(path.read_bytes()[:-1])
+        _restart_all(service)
+        damaged = service.complete(prompt, max_tokens=8)
+        assert _cached_tokens(damaged) == 0
+        assert damaged["choices"] == first["choices"]
+        service.assert_idle()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+_LENDER = """
+import sys
+from mooncake.store import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+code = store.setup("127.0.0.1", "P2PHANDSHAKE", 256 << 20, 16 << 20, "tcp", "", sys.argv[1])
+print(code, flush=True)
+sys.stdin.read()
+store.close()
+"""
+
+
+@contextmanager
+def _mooncake_store() -> Iterator[str]:
+    """The address of a master, with one process that lends it memory."""
+    address = f"127.0.0.1:{_free_port()}"
+    master = subprocess.Popen(
+        [
+            str(Path(sys.executable).with_name("mooncake_master")),
+            *("--rpc_address=127.0.0.1", f"--rpc_port={address.rpartition(':')[2]}"),
+            f"--metrics_port={_free_port()}",
+        ],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    lender = None
+    try:
+        deadline = time.monotonic() + 20
+        while True:
+            with socket.socket() as probe:
+                host, _, port = address.rpartition(":")
+                if probe.connect_ex((host, int(port))) == 0:
+                    break
+            assert time.monotonic() < deadline, "mooncake_master does not listen"
+            time.sleep(0.1)
+        lender = subprocess.Popen(
+            [sys.executable, "-c", _LENDER, address],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "MC_LOG_LEVEL": "ERROR"},
+        )
+        assert lender.stdout is not None
+        assert lender.stdout.readline().strip() == b"0"
+        yield address
+    finally:
+        for process in (lender, master):
+            if process is not None:
+                process.terminate()
+                process.wait(10)
+        if lender is not None:
+            for stream in (lender.stdin, lender.stdout):
+                if stream is not None:
+                    stream.close()
+
+
+def test_a_prefix_in_the_store_outlives_all_workers(
+    packaged_model: Path,
+) -> None:
+    prompt = story(_PREFIX_TOKENS + 20, seed=6)
+    with _mooncake_store() as address:
+        tiers = TierConfig(store_address=address)
+        with Service(packaged_model, worker={"tiers": tiers}) as service:
+            first = service.complete(prompt, max_tokens=8)
+            num_blocks = _PREFIX_TOKENS // _BLOCK_SIZE
+            wait_until(lambda: _written(service) >= num_blocks, 20, "the prefix is in the store")
+            _restart_all(service)
+            again = service.complete(prompt, max_tokens=8)
+            assert _cached_tokens(again) == _PREFIX_TOKENS
+            assert again["choices"] == first["choices"]
+            service.assert_idle()
