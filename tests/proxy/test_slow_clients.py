@@ -57,3 +57,41 @@ async def test_200_stalled_readers_are_ended_and_leave_nothing(stand: StandFacto
         again_s = min([await timed_stream(proxy) for _ in range(3)])
         assert again_s < alone_s * 2 + 0.2
         await proxy.until_idle()
+
+
+async def connected(proxy: Stand, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", proxy.server.http_port)
+    writer.write(data)
+    return reader, writer
+
+
+async def test_a_request_that_never_arrives_ends_its_connection(stand: StandFactory) -> None:
+    begun = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n"
+    whole = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
+    async with stand(client_read_timeout_s=0.5) as proxy:
+        cases = (b"", begun, begun + b"Content-Length: 9\r\n\r\n{", whole + begun)
+        ends = [await connected(proxy, data) for data in cases]
+        answers = [await asyncio.wait_for(reader.read(), 10) for reader, _ in ends]
+        for answer in answers:
+            assert b"HTTP/1.1 408" in answer
+            error = json.loads(answer.rpartition(b"\r\n\r\n")[2])["error"]
+            assert error["code"] == "request_read_timeout"
+        assert answers[3].startswith(b"HTTP/1.1 200")
+        for _, writer in ends:
+            writer.close()
+            await writer.wait_closed()
+
+
+async def test_a_request_that_has_arrived_takes_its_time(stand: StandFactory) -> None:
+    async with stand(client_read_timeout_s=0.3) as proxy:
+        for worker in proxy.workers:
+            worker.behavior.token_delay_s = 0.1
+        body = json.dumps({"model": MODEL, "prompt": "a", "max_tokens": 10, "stream": True})
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n"
+        # The next request is late meanwhile, which ends nothing.
+        reader, writer = await connected(proxy, f"{head}{body}GET /health HT".encode())
+        await asyncio.wait_for(reader.readuntil(b"data: [DONE]"), 20)
+        writer.write(b"TP/1.1\r\nHost: a\r\n\r\n")
+        await asyncio.wait_for(reader.readuntil(b'{"status":"ok"}'), 20)
+        writer.close()
+        await writer.wait_closed()
