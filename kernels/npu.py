@@ -6,7 +6,7 @@ kernels/ascend; docs/npu.md says how all of it is checked without an NPU.
 """
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -313,6 +313,9 @@ class NpuOps:
         """See `Ops.silu_mul`."""
         out: Tensor = torch.ops.npu.npu_swiglu(gate_up)
         return out
+
+    def set_lent_threads(self, flags: Sequence[int]) -> None:
+        """Nothing: these ops do not compute on threads of their own."""
 
     def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor:
         """See `Ops.embedding`."""

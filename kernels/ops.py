@@ -6,6 +6,7 @@ operators.
 
 import importlib
 import logging
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
@@ -275,6 +276,13 @@ class Ops(Protocol):
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """gate_up: [T, 2 I] -> silu(gate_up[:, :I]) * gate_up[:, I:], [T, I]."""
+        ...
+
+    def set_lent_threads(self, flags: Sequence[int]) -> None:
+        """Compute on one more thread per flag, while it is 0.
+
+        flags: addresses of int32s, readable as long as the process lives; others write them.
+        """
         ...
 
     def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor:

@@ -280,6 +280,9 @@ class ReferenceOps:
         gate, up = gate_up.chunk(2, dim=-1)
         return functional.silu(gate) * up
 
+    def set_lent_threads(self, flags: Sequence[int]) -> None:
+        """Nothing: these ops do not compute on threads of their own."""
+
     def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor:
         """Rows of weight."""
         return functional.embedding(token_ids, weight)

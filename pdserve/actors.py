@@ -54,8 +54,8 @@ class WorkerActor:
         host = config["host"] or self._node
         config["host"] = host
         config["transfer"]["host"] = host
-        # NOTE: OpenMP reads this when torch is loaded, below. Waiting threads must sleep, not spin:
-        # the other role may compute on the same cores. It costs 0 to 20 % of a step when alone.
+        # NOTE: OpenMP reads this when torch is loaded, below. Its waiting threads must sleep: they
+        # would spin for ever, beside the kernels' own, which spin for a moment.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         module, _, name = entry.partition(":")
         start = vars(importlib.import_module(module))[name]

@@ -3,8 +3,6 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
-import torch
-
 from engine.grammar import Grammars
 from engine.request import Request, RequestKey
 from engine.runner import Runner
@@ -36,6 +34,7 @@ class StepRunner:
         self._grammars = grammars
         self._counters = counters
         self._cores = cores
+        self._lent_flags: list[int] = []
         self._prompt_logprobs: dict[RequestKey, list[worker_pb2.LogprobList]] = {}
 
     def run(
@@ -47,7 +46,7 @@ class StepRunner:
         """
         if self._cores is not None:
             self._cores.set_busy(True)
-            torch.set_num_threads(self._cores.num_threads())
+            self._borrow(self._cores.lent_flags())
         sampling = [entry.request for entry in scheduled if entry.samples]
         self._grammars.prepare(sampling)
         output = self._runner.run(scheduled, on_layer)
@@ -79,6 +78,11 @@ class StepRunner:
                 message = worker_pb2.TokenOutput(key=message.key, error=f"grammar: {error}")
             emitted.append((request, message))
         return emitted
+
+    def _borrow(self, flags: list[int]) -> None:
+        if flags != self._lent_flags:
+            self._lent_flags = flags
+            self._runner.ops.set_lent_threads(flags)
 
     def idle(self) -> None:
         """Say that there is nothing to run: the others may have the cores."""

@@ -1,7 +1,7 @@
 """The ops on the C++ kernels, and their shapes for torch.compile."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -253,6 +253,10 @@ class CpuOps:
         """See `Ops.silu_mul`."""
         result: Tensor = torch.ops.pdserve_cpu.silu_mul(gate_up)
         return result
+
+    def set_lent_threads(self, flags: Sequence[int]) -> None:
+        """See `Ops.set_lent_threads`; torch's own number of threads comes on top."""
+        torch.ops.pdserve_cpu.set_lent_threads(list(flags))
 
     def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor:
         """See `Ops.embedding`."""

@@ -127,7 +127,12 @@ class Pool {
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    std::thread([this, helper] { help(*helper); }).detach();
+    std::thread([this, helper] {
+#if defined(__linux__)
+      pthread_setname_np(pthread_self(), "pdserve-helper");
+#endif
+      help(*helper);
+    }).detach();
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
 
