@@ -9,7 +9,6 @@ nothing of requests. Everything is captured before a worker serves, nothing afte
 
 import logging
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -20,7 +19,7 @@ from decoder.native_graph import NativeBackend
 from engine.batch import Batch, KVBatch
 from engine.layers.attention import OnLayer
 from engine.models import CausalLM
-from engine.runner import ForwardMemory, MakeForward
+from engine.runner import ForwardMemory, ForwardStats, MakeForward
 from kernels.graph import CaptureError
 from kernels.ops import Ops
 
@@ -90,13 +89,7 @@ class GraphRunner:
         self._graphs: dict[int, Callable[[], Tensor]] = {}
         self._num_compiles_at_start = 0
         self._why_not = "nothing is captured" if backend else "graph_mode is eager"
-        self.num_replays = 0
-        self.num_eager: Counter[str] = Counter()
-
-    @property
-    def num_recompiles(self) -> int:
-        """Compilations and captures since `capture`: stays 0."""
-        return (self._backend.num_compiles if self._backend else 0) - self._num_compiles_at_start
+        self.stats = ForwardStats()
 
     @torch.inference_mode()
     def capture(self, report: Report) -> None:
@@ -121,12 +114,15 @@ class GraphRunner:
         """Hidden states [T, hidden_size] of the batch; valid until the next call."""
         num_seqs = len(batch.input_ids)
         if reason := self._why_eager(batch, on_layer):
-            self.num_eager[reason] += 1
+            self.stats.eager[reason] += 1
             return self._model(batch.input_ids, batch.positions, batch.kv, on_layer)
         size = self._sizes[bisect_left(self._sizes, num_seqs)]
         self._static.fill(batch, size)
-        self.num_replays += 1
-        return self._graphs[size]()[:num_seqs]
+        self.stats.num_replays += 1
+        hidden = self._graphs[size]()[:num_seqs]
+        assert self._backend is not None, "there are graphs"
+        self.stats.num_recompiles = self._backend.num_compiles - self._num_compiles_at_start
+        return hidden
 
     def _why_eager(self, batch: Batch, on_layer: OnLayer | None) -> str:
         if self._why_not:

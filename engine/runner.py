@@ -1,7 +1,8 @@
 """Runs the model on what the scheduler chose: requests in, logits out. Mutates no request."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -54,8 +55,25 @@ class ForwardMemory:
     """Blocks of a sequence."""
 
 
+@dataclass(slots=True)
+class ForwardStats:
+    """How forward passes were run."""
+
+    num_replays: int = 0
+    """By a captured graph."""
+    num_recompiles: int = 0
+    """Compilations and captures while serving: stays 0."""
+    eager: Counter[str] = field(default_factory=Counter)
+    """By the model's own code, by reason."""
+
+
 class Forward(Protocol):
     """Runs the model on a batch, by whatever means."""
+
+    @property
+    def stats(self) -> ForwardStats:
+        """Counted since the start."""
+        ...
 
     def __call__(self, batch: Batch, on_layer: OnLayer | None = None) -> Tensor:
         """-> hidden [T, hidden_size], valid until the next call."""
@@ -71,9 +89,11 @@ class EagerForward:
 
     def __init__(self, model: CausalLM) -> None:
         self._model = model
+        self.stats = ForwardStats()
 
     def __call__(self, batch: Batch, on_layer: OnLayer | None = None) -> Tensor:
         """See `Forward`."""
+        self.stats.eager["graphs are for decoders"] += 1
         return self._model(batch.input_ids, batch.positions, batch.kv, on_layer)
 
 
@@ -92,8 +112,13 @@ class Runner:
         """forward: how to run the model; None calls it."""
         self.ops = ops
         self._model = model
-        self._forward = forward or EagerForward(model)
+        self._forward: Forward = forward or EagerForward(model)
         self._batches = BatchBuilder(k_caches, v_caches, block_size)
+
+    @property
+    def forward_stats(self) -> ForwardStats:
+        """See `Forward.stats`."""
+        return self._forward.stats
 
     @torch.inference_mode()
     def run(

@@ -951,6 +951,26 @@ class WorkerStats(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class EagerStepsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ENGINE_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
@@ -972,6 +992,9 @@ class WorkerStats(_message.Message):
     TRANSFERS_FIELD_NUMBER: _builtins.int
     NUM_PENDING_TOKENS_FIELD_NUMBER: _builtins.int
     FAILURES_FIELD_NUMBER: _builtins.int
+    NUM_GRAPH_REPLAYS_FIELD_NUMBER: _builtins.int
+    NUM_GRAPH_RECOMPILES_FIELD_NUMBER: _builtins.int
+    EAGER_STEPS_FIELD_NUMBER: _builtins.int
     TIERS_FIELD_NUMBER: _builtins.int
     NUM_PROMOTED_BLOCKS_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
@@ -999,6 +1022,10 @@ class WorkerStats(_message.Message):
     num_expired_leases: _builtins.int
     num_pending_tokens: _builtins.int
     """prompt tokens waiting to be computed"""
+    num_graph_replays: _builtins.int
+    """decode steps that replayed a captured graph"""
+    num_graph_recompiles: _builtins.int
+    """while serving: stays 0"""
     num_promoted_blocks: _builtins.int
     """fetched from a tier into the KV cache"""
     @_builtins.property
@@ -1006,6 +1033,10 @@ class WorkerStats(_message.Message):
     @_builtins.property
     def failures(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """by reason"""
+
+    @_builtins.property
+    def eager_steps(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """steps without a graph, by reason"""
 
     @_builtins.property
     def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierStats]: ...
@@ -1033,12 +1064,15 @@ class WorkerStats(_message.Message):
         transfers: _abc.Iterable[Global___TransferPeerStats] | None = ...,
         num_pending_tokens: _builtins.int = ...,
         failures: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        num_graph_replays: _builtins.int = ...,
+        num_graph_recompiles: _builtins.int = ...,
+        eager_steps: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         tiers: _abc.Iterable[Global___TierStats] | None = ...,
         num_promoted_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "failures", b"failures", "incarnation", b"incarnation", "num_blocks", b"num_blocks", "num_computed_tokens", b"num_computed_tokens", "num_expired_leases", b"num_expired_leases", "num_free_blocks", b"num_free_blocks", "num_generated_tokens", b"num_generated_tokens", "num_held_blocks", b"num_held_blocks", "num_leases", b"num_leases", "num_pending_tokens", b"num_pending_tokens", "num_preemptions", b"num_preemptions", "num_promoted_blocks", b"num_promoted_blocks", "num_prompt_tokens", b"num_prompt_tokens", "num_quarantined_blocks", b"num_quarantined_blocks", "num_running", b"num_running", "num_stale_messages", b"num_stale_messages", "num_waiting", b"num_waiting", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "role", b"role", "tiers", b"tiers", "transfers", b"transfers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["eager_steps", b"eager_steps", "engine_id", b"engine_id", "failures", b"failures", "incarnation", b"incarnation", "num_blocks", b"num_blocks", "num_computed_tokens", b"num_computed_tokens", "num_expired_leases", b"num_expired_leases", "num_free_blocks", b"num_free_blocks", "num_generated_tokens", b"num_generated_tokens", "num_graph_recompiles", b"num_graph_recompiles", "num_graph_replays", b"num_graph_replays", "num_held_blocks", b"num_held_blocks", "num_leases", b"num_leases", "num_pending_tokens", b"num_pending_tokens", "num_preemptions", b"num_preemptions", "num_promoted_blocks", b"num_promoted_blocks", "num_prompt_tokens", b"num_prompt_tokens", "num_quarantined_blocks", b"num_quarantined_blocks", "num_running", b"num_running", "num_stale_messages", b"num_stale_messages", "num_waiting", b"num_waiting", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "role", b"role", "tiers", b"tiers", "transfers", b"transfers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,7 +1,7 @@
 """Metrics of one proxy, and the last reported state of its workers, in Prometheus' text format."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -61,6 +61,17 @@ _COUNTERS: tuple[tuple[str, str, Callable[[worker_pb2.WorkerStats], float]], ...
     ("vllm:prefix_cache_hits", "Tokens found in the prefix cache", lambda s: s.prefix_cache_hits),
     ("pdserve_stale_messages", "Messages for ended attempts", lambda s: s.num_stale_messages),
     ("pdserve_expired_leases", "Leases that ran out", lambda s: s.num_expired_leases),
+    ("pdserve_graph_replays", "Decode steps replayed from a graph", lambda s: s.num_graph_replays),
+    (
+        "pdserve_graph_recompiles",
+        "Graphs compiled while serving; stays 0",
+        lambda s: s.num_graph_recompiles,
+    ),
+)
+
+_BY_REASON: tuple[tuple[str, str, Callable[[worker_pb2.WorkerStats], Mapping[str, int]]], ...] = (
+    ("pdserve_worker_failures", "Failed attempts", lambda s: s.failures),
+    ("pdserve_eager_steps", "Steps computed without a graph", lambda s: s.eager_steps),
 )
 
 _TRANSFERS: tuple[tuple[str, str, Callable[[worker_pb2.TransferPeerStats], float]], ...] = (
@@ -228,13 +239,12 @@ class _StateCollector(Collector):
                         read_transfer(peer),
                     )
             yield moved
-        failures = CounterMetricFamily(
-            "pdserve_worker_failures", "Failed attempts by reason", labels=[*labels, "reason"]
-        )
-        for stats in all_stats:
-            for reason, count in stats.failures.items():
-                failures.add_metric([*self._labels(stats), reason], count)
-        yield failures
+        for name, text, read_reasons in _BY_REASON:
+            counter = CounterMetricFamily(name, text, labels=[*labels, "reason"])
+            for stats in all_stats:
+                for reason, count in read_reasons(stats).items():
+                    counter.add_metric([*self._labels(stats), reason], count)
+            yield counter
 
     def _labels(self, stats: worker_pb2.WorkerStats) -> list[str]:
         return [_ROLE_NAMES.get(stats.role, "unknown"), stats.engine_id, self._model]

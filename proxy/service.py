@@ -166,6 +166,9 @@ def _worker_status(
         "num_expired_leases": stats.num_expired_leases,
         "num_pending_tokens": stats.num_pending_tokens,
         "failures": dict(stats.failures),
+        "num_graph_replays": stats.num_graph_replays,
+        "num_graph_recompiles": stats.num_graph_recompiles,
+        "eager_steps": dict(stats.eager_steps),
         "transfers": [
             {
                 "peer": peer.peer_engine_id,

@@ -102,7 +102,7 @@ def build_engine(
         caches = ForwardMemory(memory.k_caches, memory.v_caches, config.max_num_seqs, max_blocks)
         forward = make_forward(model, ops, caches)
     runner = Runner(model, memory.k_caches, memory.v_caches, ops, config.block_size, forward)
-    counters = LoopCounters()
+    counters = LoopCounters(forward=runner.forward_stats)
     hello = worker_pb2.WorkerHello(
         engine_id=config.engine_id,
         incarnation=start.incarnation,

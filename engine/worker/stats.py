@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from engine.block_manager import BlockManager
 from engine.prefix_tiers import PrefixTiers
+from engine.runner import ForwardStats
 from engine.scheduler import Scheduler
 from engine.speculation import DraftCounters
 from protos import worker_pb2
@@ -22,6 +23,8 @@ class LoopCounters:
     num_expired_leases: int = 0
     drafts: DraftCounters = field(default_factory=DraftCounters)
     failures: Counter[str] = field(default_factory=Counter)
+    forward: ForwardStats = field(default_factory=ForwardStats)
+    """The runner's own."""
 
 
 def build_stats(
@@ -60,4 +63,7 @@ def build_stats(
         failures=dict(counters.failures),
         tiers=tiers.stats(),
         num_promoted_blocks=tiers.num_promoted_blocks,
+        num_graph_replays=counters.forward.num_replays,
+        num_graph_recompiles=counters.forward.num_recompiles,
+        eager_steps=dict(counters.forward.eager),
     )

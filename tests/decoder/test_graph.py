@@ -73,17 +73,17 @@ def test_replays_give_the_tokens_of_the_eager_model(
     expected, eager = generate(model, ops, None)
     tokens, graphs = generate(model, ops, backend_class())
     assert tokens == expected
-    assert eager.num_replays == 0
-    assert set(eager.num_eager) == {"graph_mode is eager"}
-    assert graphs.num_replays > 20
+    assert eager.stats.num_replays == 0
+    assert set(eager.stats.eager) == {"graph_mode is eager"}
+    assert graphs.stats.num_replays > 20
     too_large = {"batch is too large"} if backend_class is FewSizes else set()
-    assert set(graphs.num_eager) == {"prompt tokens in the batch"} | too_large
+    assert set(graphs.stats.eager) == {"prompt tokens in the batch"} | too_large
 
 
 def test_nothing_is_captured_while_serving(model: CausalLM, ops: Ops) -> None:
     backend = FewSizes()
     _, graphs = generate(model, ops, backend)
-    assert (backend.num_compiles, graphs.num_recompiles) == (2, 0)
+    assert (backend.num_compiles, graphs.stats.num_recompiles) == (2, 0)
 
 
 def test_a_model_that_cannot_be_captured_decodes_eagerly_and_says_why(
@@ -94,8 +94,8 @@ def test_a_model_that_cannot_be_captured_decodes_eagerly_and_says_why(
     expected, _ = generate(model, ops, None)
     tokens, graphs = generate(model, ops, NativeBackend())
     assert tokens == expected
-    assert graphs.num_replays == 0
-    (reason,) = graphs.num_eager
+    assert graphs.stats.num_replays == 0
+    (reason,) = graphs.stats.eager
     assert reason.startswith("native graphs: aten.")
     assert reason.endswith("is not one of the kernels that can be recorded")
 

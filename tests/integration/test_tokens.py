@@ -42,6 +42,9 @@ def expected(prompts: list[list[int]], packaged_model: Path) -> _Outputs:
         (peer,) = prefiller.stats().transfers
         assert peer.transport == "mooncake"
         assert peer.num_transfers >= len(prompts)
+        (decoder,) = service.of_role("decoder")
+        assert decoder.stats().num_graph_replays > _NUM_TOKENS
+        assert decoder.stats().num_graph_recompiles == 0
     assert cached == outputs, "a warm prefix cache changed tokens"
     assert alone == outputs[:5], "batching changed tokens"
     return outputs
@@ -58,7 +61,9 @@ def test_disaggregated_tokens_equal_transformers(
 @pytest.mark.parametrize(
     "worker",
     [
-        pytest.param({"transfer": {"transport": "memory"}}, id="memory"),
+        pytest.param(
+            {"transfer": {"transport": "memory"}, "graph_mode": "eager"}, id="memory, eager"
+        ),
         pytest.param({"num_blocks": 20, "max_num_batched_tokens": 64}, id="tiny pool"),
     ],
 )
