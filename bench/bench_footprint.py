@@ -1,0 +1,118 @@
+"""What the service takes when nobody uses it: time to be ready, memory, and work while idle.
+
+Memory is the proportional set size (PSS): a page that N processes share counts 1/N in each. Idle
+work is CPU time over 20 s, in percent of one core, after the service has answered a few requests.
+Ray's own processes are shown apart.
+"""
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import psutil
+
+from pdserve.load import LoadConfig, run_load
+from pdserve.state import ServiceState, StateFolder
+
+START_TIMEOUT_S = 300.0
+IDLE_S = 20.0
+SETTLE_S = 5.0
+RAY_PROCESSES = ("raylet", "gcs_server")
+
+
+def kind_of(process: psutil.Process, supervisor: int) -> str:
+    """A name for the table; Ray's parts start with 'ray'."""
+    command = " ".join(process.cmdline())
+    if process.pid == supervisor:
+        return "supervisor (with Ray's driver)"
+    if "-m proxy" in command:
+        return "proxy"
+    if "ray::ControllerActor" in command:
+        return "controller"
+    if "ray::" in command and "IDLE" not in command:
+        return "worker"
+    return "ray: " + (process.name() if process.name() in RAY_PROCESSES else "agents and spares")
+
+
+def processes_of(state: ServiceState) -> dict[psutil.Process, str]:
+    """Every process of the service and what it is."""
+    supervisor = psutil.Process(state.pid)
+    found = [supervisor, *supervisor.children(recursive=True)]
+    return {process: kind_of(process, state.pid) for process in found}
+
+
+def measure(state: ServiceState) -> dict[str, dict[str, float]]:
+    """PSS and idle CPU by kind."""
+    load = LoadConfig(
+        url=state.http_url,
+        model=state.model,
+        concurrency=4,
+        num_requests=8,
+        input_tokens=200,
+        output_tokens=16,
+    )
+    asyncio.run(run_load(load))
+    time.sleep(SETTLE_S)
+    processes = processes_of(state)
+    before = {process: sum(process.cpu_times()[:2]) for process in processes}
+    started_s = time.monotonic()
+    time.sleep(IDLE_S)
+    elapsed_s = time.monotonic() - started_s
+    rows: dict[str, dict[str, float]] = defaultdict(
+        lambda: {"processes": 0, "pss_mb": 0.0, "cpu_percent": 0.0}
+    )
+    for process, kind in processes.items():
+        row = rows[kind]
+        row["processes"] += 1
+        row["pss_mb"] += process.memory_full_info().pss / 1e6
+        row["cpu_percent"] += 100 * (sum(process.cpu_times()[:2]) - before[process]) / elapsed_s
+    return dict(rows)
+
+
+def main() -> None:
+    """Start, measure, stop; print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("-o", "--output", type=Path, default=Path("build/bench_footprint.json"))
+    arguments, up_options = parser.parse_known_args()
+    with tempfile.TemporaryDirectory() as folder:
+        pdserve = [sys.executable, "-m", "pdserve"]
+        place = ["--state-dir", folder]
+        ports = ["--set", "http_port=0", "--set", "grpc_port=0", "--set", "service=bench"]
+        started_s = time.monotonic()
+        subprocess.run(
+            [*pdserve, "up", "--detach", *ports, *place, *up_options],
+            check=True,
+            timeout=START_TIMEOUT_S,
+            stdout=subprocess.DEVNULL,
+        )
+        ready_s = time.monotonic() - started_s
+        try:
+            rows = measure(StateFolder(Path(folder), "bench").read_running())
+        finally:
+            down = [*pdserve, "down", "--service", "bench", *place]
+            subprocess.run(down, check=True, stdout=subprocess.DEVNULL)
+    print(f"ready after {ready_s:.1f} s\n")
+    print("| | processes | PSS MB | idle CPU, % of a core |\n|---|---|---|---|")
+    ours = {kind: row for kind, row in rows.items() if not kind.startswith("ray")}
+    groups = {**rows, "all but Ray's": _sum(ours), "all": _sum(rows)}
+    for kind, row in groups.items():
+        print(
+            f"| {kind} | {row['processes']:.0f} | {row['pss_mb']:.0f} | {row['cpu_percent']:.1f} |"
+        )
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text(json.dumps({"ready_s": ready_s, **rows}, indent=2) + "\n")
+
+
+def _sum(rows: dict[str, dict[str, float]]) -> dict[str, float]:
+    keys = ("processes", "pss_mb", "cpu_percent")
+    return {key: sum(row[key] for row in rows.values()) for key in keys}
+
+
+if __name__ == "__main__":
+    main()
