@@ -128,7 +128,7 @@ class GraphRunner:
         if self._why_not:
             return self._why_not
         if batch.kv.max_seqlen_q > 1:
-            return "prompt tokens in the batch"
+            return "prompt tokens or drafts in the batch"
         if on_layer is not None:
             return "layers are reported"
         return "" if len(batch.input_ids) <= self._sizes[-1] else "batch is too large"
