@@ -22,7 +22,7 @@ class DecoderConfig:
     """Sequences decoded in one step."""
     max_prefill_tokens: Annotated[int, Ge(1), Le(1 << 20)] = 64
     """Prompt tokens computed beside one decode step: short prompts, and requests that lost KV."""
-    graph_mode: Literal["auto", "eager", "native"] = "auto"
+    graph_mode: Literal["auto", "eager", "native", "torchair", "aclgraph"] = "auto"
     """auto replays captured decode steps where the kernels can; eager never does."""
     max_num_waiting: Annotated[int, Ge(1), Le(1 << 20)] = 1024
     """Bound of the queue, of requests that wait for blocks included."""

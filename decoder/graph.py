@@ -7,6 +7,7 @@ A backend turns a forward pass over static tensors into something that can be ru
 nothing of requests. Everything is captured before a worker serves, nothing afterwards.
 """
 
+import importlib
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -23,7 +24,9 @@ from engine.runner import ForwardMemory, ForwardStats, MakeForward
 from kernels.graph import CaptureError
 from kernels.ops import Ops
 
-GRAPH_MODES = ("auto", "eager", "native")
+GRAPH_MODES = ("auto", "eager", "native", "torchair", "aclgraph")
+
+_AUTO = {"cpu": "native", "npu": "torchair"}
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +42,11 @@ class GraphBackend(Protocol):
     @property
     def name(self) -> str:
         """As in the configuration."""
+        ...
+
+    @property
+    def has_host_lengths(self) -> bool:
+        """Whether cu_seqlens_q and context_lens of a captured batch are read on the host."""
         ...
 
     @property
@@ -61,18 +69,28 @@ class GraphBackend(Protocol):
         ...
 
 
-def select_backend(mode: str, ops: Ops) -> GraphBackend | None:
+def select_backend(mode: str, ops: Ops, model: CausalLM) -> GraphBackend | None:
     """The backend for a graph_mode; None for eager. `auto` takes what suits the ops.
 
     Raises: ValueError: the mode is unknown, or not for these ops.
     """
     if mode not in GRAPH_MODES:
         raise ValueError(f"graph_mode {mode!r} is not one of {', '.join(GRAPH_MODES)}")
-    if mode == "eager" or (mode == "auto" and ops.name != "cpu"):
+    if mode == "auto":
+        mode = _AUTO.get(ops.name, "eager")
+    if mode == "eager":
         return None
-    if ops.name != "cpu":
-        raise ValueError(f"graph_mode {mode} needs the cpu kernels, the backend is {ops.name}")
-    return NativeBackend()
+    wanted = "cpu" if mode == "native" else "npu"
+    if ops.name != wanted:
+        raise ValueError(f"graph_mode {mode} needs the {wanted} kernels, the backend is {ops.name}")
+    if mode == "native":
+        return NativeBackend()
+    # NOTE: imported here because torch_npu exists on Ascend hosts alone.
+    module = importlib.import_module("decoder.graph_npu")
+    backend: GraphBackend = (
+        module.TorchairBackend(model) if mode == "torchair" else module.AclGraphBackend(ops)
+    )
+    return backend
 
 
 class GraphRunner:
@@ -85,7 +103,8 @@ class GraphRunner:
         self._model = model
         self._backend = backend
         self._sizes = tuple(backend.batch_sizes(memory.max_num_seqs)) if backend else ()
-        self._static = _StaticBatch(memory, max(self._sizes, default=0))
+        has_host_lengths = backend is not None and backend.has_host_lengths
+        self._static = _StaticBatch(memory, max(self._sizes, default=0), has_host_lengths)
         self._graphs: dict[int, Callable[[], Tensor]] = {}
         self._num_compiles_at_start = 0
         self._why_not = "nothing is captured" if backend else "graph_mode is eager"
@@ -138,7 +157,7 @@ def graph_forward(mode: str, report: Report) -> MakeForward:
     """A GraphRunner with everything captured, for `build_engine`."""
 
     def make(model: CausalLM, ops: Ops, memory: ForwardMemory) -> GraphRunner:
-        graphs = GraphRunner(model, memory, select_backend(mode, ops))
+        graphs = GraphRunner(model, memory, select_backend(mode, ops, model))
         graphs.capture(report)
         return graphs
 
@@ -148,18 +167,18 @@ def graph_forward(mode: str, report: Report) -> MakeForward:
 class _StaticBatch:
     """The tensors that graphs read, one set for all sizes."""
 
-    def __init__(self, memory: ForwardMemory, max_num_seqs: int) -> None:
+    def __init__(self, memory: ForwardMemory, max_num_seqs: int, has_host_lengths: bool) -> None:
         device = memory.k_caches[0].device
+        lengths = torch.device("cpu") if has_host_lengths else device
 
-        def zeros(*shape: int) -> Tensor:
+        def zeros(*shape: int, device: torch.device = device) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         self._caches = (memory.k_caches, memory.v_caches)
-        self._input_ids, self._positions, self._slots, self._contexts = (
-            zeros(max_num_seqs) for _ in range(4)
-        )
+        self._input_ids, self._positions, self._slots = (zeros(max_num_seqs) for _ in range(3))
+        self._contexts = zeros(max_num_seqs, device=lengths)
         self._table = zeros(max_num_seqs, memory.max_blocks)
-        self._starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
+        self._starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=lengths)
 
     def of(self, size: int) -> Batch:
         """A batch of `size` decodes; the same tensors each time."""

@@ -26,6 +26,7 @@ class NativeBackend:
     """Implements `decoder.graph.GraphBackend`."""
 
     name = "native"
+    has_host_lengths = False
 
     def __init__(self) -> None:
         self._graphs = torch.classes.pdserve_cpu.Graphs()

@@ -37,6 +37,11 @@ class Experts(WeightedLayer):
         self._gate_up: GroupedLinear | None = None
         self._down: GroupedLinear | None = None
 
+    @property
+    def num_local_experts(self) -> int:
+        """How many this rank holds."""
+        return len(self._experts)
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Views of the stacked tensors, three per expert."""
         gate_up, down = self._gate_up_weight, self._down_weight

@@ -100,10 +100,11 @@ def test_a_model_that_cannot_be_captured_decodes_eagerly_and_says_why(
     assert reason.endswith("is not one of the kernels that can be recorded")
 
 
-def test_a_mode_that_the_kernels_cannot_have_is_refused() -> None:
+def test_a_mode_that_the_kernels_cannot_have_is_refused(model: CausalLM) -> None:
     reference = select_ops("reference")
-    assert select_backend("auto", reference) is None
-    with pytest.raises(ValueError, match="graph_mode native needs the cpu kernels"):
-        select_backend("native", reference)
+    assert select_backend("auto", reference, model) is None
+    for mode, kernels in (("native", "cpu"), ("torchair", "npu"), ("aclgraph", "npu")):
+        with pytest.raises(ValueError, match=f"graph_mode {mode} needs the {kernels} kernels"):
+            select_backend(mode, reference, model)
     with pytest.raises(ValueError, match="graph_mode 'fast' is not one of auto, eager, native"):
-        select_backend("fast", reference)
+        select_backend("fast", reference, model)

@@ -2,8 +2,8 @@
 
 Written from the wheel's own pages (torch_npu/_op_plugin_docs.py) and, where it has none, from the
 operators' pages and unit tests in Ascend/op-plugin. Each function checks what its page demands, and
-fills what the page leaves undefined with NaN (integers: a large negative number), so that whoever
-reads it is found out. Importing this module gives torch.ops.npu.* these CPU kernels.
+fills what the page leaves undefined with NaN, so that whoever reads it is found out. Importing this
+module gives torch.ops.npu.* these CPU kernels.
 """
 
 import itertools
@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-
-_JUNK = -(2**30)
 
 _library = torch.library.Library("npu", "IMPL", "CPU")
 
@@ -86,6 +84,11 @@ def scatter_nd_update(target: Tensor, indices: Tensor, updates: Tensor) -> Tenso
     _demand(bool(((indices >= 0) & (indices < limits)).all()), "no index is out of bounds")
     target[tuple(indices.long().unbind(-1))] = updates
     return target
+
+
+@_kernel("npu_scatter_nd_update")
+def scatter_nd_update_into_a_copy(target: Tensor, indices: Tensor, updates: Tensor) -> object:
+    return scatter_nd_update(target.clone(), indices, updates)
 
 
 @_kernel("npu_kv_rmsnorm_rope_cache")
@@ -392,6 +395,39 @@ def fused_infer_attention_score(
     return (out.unsqueeze(2) if input_layout == "BNSD" else out), torch.zeros(1)
 
 
+def air_attention(query: Tensor, key: Tensor, value: Tensor, **options: object) -> object:
+    """TorchAir's form: lengths are int64 tensors."""
+    for name in ("actual_seq_lengths", "actual_seq_lengths_kv"):
+        lengths = options.get(name)
+        if lengths is not None:
+            assert isinstance(lengths, Tensor)
+            _demand(lengths.dtype == torch.int64, "lengths in a graph are int64")
+            options[name] = lengths.tolist()
+    return fused_infer_attention_score(query, key, value, **options)
+
+
+@_kernel("npu_fused_infer_attention_score.out")
+def fused_infer_attention_score_out(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    workspace: Tensor,
+    out: Sequence[Tensor],
+    **options: object,
+) -> Sequence[Tensor]:
+    _demand(workspace.numel() > 0, "there is a workspace")
+    found = fused_infer_attention_score(query, key, value, **options)
+    assert isinstance(found, tuple)
+    out[0].copy_(found[0])
+    return out
+
+
+@_kernel("_npu_fused_infer_attention_score_get_max_workspace")
+def max_workspace(query: Tensor, key: Tensor, value: Tensor, **options: object) -> Tensor:
+    return torch.empty(64, dtype=torch.uint8)
+
+
 def _check_mask(sparse_mode: int, mask: Tensor | None) -> bool:
     if sparse_mode == 0:
         _demand(mask is None, "no mask without a mode")
@@ -440,6 +476,3 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, scale: float, is_causal: bo
         hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + offset)
         scores = scores.masked_fill(hidden, -torch.inf)
     return torch.einsum("nsc,cnd->snd", scores.softmax(-1), values.float()).to(q.dtype)
-
-
-UNDEFINED = _JUNK

@@ -1,0 +1,191 @@
+"""Decoding by graphs on the NPU gives the tokens of eager decoding.
+
+torchair: the real TorchAir traces, functionalises and converts; then, in the place of the Graph
+Engine, its FX graph runs on the simulator. aclgraph: torch.npu's graph API is a fake that replays
+what was recorded, with the lengths that each task was last given.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tests.npu.ge  # noqa: F401  (stops TorchAir before the Graph Engine)
+from decoder.graph import GraphRunner, select_backend
+from decoder.graph_npu import (
+    AclGraphBackend,
+    DecodeStep,
+    TorchairBackend,
+    TorchairSettings,
+    settings_of,
+)
+from decoder.graph_sizes import plan_sizes
+from engine.colocated import ColocatedEngine
+from engine.models import CausalLM
+from engine.runner import ForwardMemory
+from engine.scheduler import SchedulerConfig
+from kernels.npu import NpuOps
+from tests.npu.expert_parallel import expert_parallel_model
+from tests.npu.fake_npu import FakeNpu
+from tests.npu.families import BLOCK_SIZE, CONFIGS, family, make_request
+from tests.npu.simulator import air_attention
+from tests.npu.test_tokens import npu_ops, prompts
+
+LENGTHS = (5, 126, 1)
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _attention_in_graphs_runs_on_the_cpu() -> Any:
+    library = torch.library.Library("air", "IMPL", "CPU")
+    library.impl("npu_fused_infer_attention_score", air_attention, allow_override=True)
+    yield
+    library._destroy()
+
+
+class RunEagerly(TorchairSettings):
+    """Everything as in production up to the graph, which then is run as FX."""
+
+    def config(self) -> Any:
+        config = super().config()
+        config.debug.run_eagerly = True
+        return config
+
+
+class FewSizes:
+    def batch_sizes(self, max_num_seqs: int) -> Sequence[int]:
+        return (1, 4)
+
+
+class FewTorchairSizes(FewSizes, TorchairBackend):
+    pass
+
+
+class FewAclSizes(FewSizes, AclGraphBackend):
+    pass
+
+
+def decode(model: CausalLM, ops: NpuOps, backend: Any) -> tuple[list[list[int]], GraphRunner]:
+    runners = []
+
+    def make_forward(model: CausalLM, ops: Any, memory: ForwardMemory) -> GraphRunner:
+        runners.append(GraphRunner(model, memory, backend))
+        runners[0].capture(lambda phase, progress: None)
+        return runners[0]
+
+    engine = ColocatedEngine(
+        model,
+        ops,
+        num_blocks=12,
+        block_size=BLOCK_SIZE,
+        scheduler_config=SchedulerConfig(max_num_seqs=4, max_model_len=384),
+        make_forward=make_forward,
+    )
+    requests = [make_request(i, prompt) for i, prompt in enumerate(prompts(*LENGTHS))]
+    requests = [
+        type(request)(
+            request_id=request.request_id,
+            attempt=0,
+            token_ids=request.token_ids,
+            num_prompt_tokens=request.num_prompt_tokens,
+            sampling=type(request.sampling)(max_tokens=4 + 3 * i, ignore_eos=True),
+        )
+        for i, request in enumerate(requests)
+    ]
+    engine.generate(requests)
+    return [request.token_ids for request in requests], runners[0]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_captured_graphs_give_the_tokens_of_the_eager_model(name: str) -> None:
+    ops = npu_ops()
+    model = family(name, ops)
+    expected, _ = decode(model, ops, None)
+    npu = FakeNpu()
+    tokens, graphs = decode(model, ops, FewAclSizes(ops, npu=npu))
+    assert tokens == expected
+    assert graphs.num_replays >= 9
+    assert graphs.num_recompiles == 0
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "deepseek_v3"])
+def test_compiled_graphs_give_the_tokens_of_the_eager_model(name: str, tmp_path: Path) -> None:
+    ops = npu_ops()
+    model = family(name, ops)
+    expected, _ = decode(model, ops, None)
+    backend = FewTorchairSizes(model, cache_folder=tmp_path, settings=RunEagerly())
+    tokens, graphs = decode(model, ops, backend)
+    assert tokens == expected
+    assert graphs.num_replays >= 9
+    assert (backend.num_compiles, graphs.num_recompiles) == (2, 0)
+
+
+def test_every_replay_gives_attention_its_lengths_before_the_graph_waits_for_them() -> None:
+    ops = npu_ops()
+    model = family("qwen3", ops)
+    npu = FakeNpu()
+    decode(model, ops, FewAclSizes(ops, npu=npu))
+    record = "\n".join(npu.record)
+    # Per size: once eagerly, then two layers' attention as groups behind an event each.
+    capture = (
+        r"synchronize\ncapture \d on stream 0, pool (None|pool)\n"
+        r"(wait \d on stream 0\nreset \d on stream 0\ngroup begin\ngroup end\n){2}end \d\n"
+    )
+    update = r"update begin on stream 1\nupdate end on stream 1\nrecord \d on stream 1\n"
+    replay = rf"synchronize current\n({update}){{2}}replay \d\n?"
+    assert re.fullmatch(f"({capture}){{2}}({replay})+", record)
+    pools = re.findall(r"capture \d on stream 0, pool (\w+)", record)
+    assert pools == ["None", "pool"]
+
+
+def test_a_method_per_size_has_a_name_of_its_own() -> None:
+    step = DecodeStep(family("qwen3", npu_ops()))
+    names = [step.method(size).__name__ for size in (1, 2, 4)]
+    assert names == ["decode_1", "decode_2", "decode_4"]
+    codes = [step.method(size).__func__.__code__ for size in (1, 2, 4)]  # type: ignore[attr-defined]
+    assert len(set(codes)) == 3
+
+
+def test_compiler_settings_are_those_for_static_decode_graphs() -> None:
+    experimental = TorchairSettings().config().experimental_config
+    assert experimental.frozen_parameter.value == "1"
+    assert experimental.tiling_schedule_optimize.value == "1"
+    assert experimental.topology_sorting_strategy.value == "StableRDFS"
+    assert experimental.enable_view_optimize.value == "1"
+
+
+@pytest.mark.parametrize("num_local_experts", [1, 2])
+def test_views_are_not_folded_where_a_rank_has_one_expert(num_local_experts: int) -> None:
+    model = expert_parallel_model(
+        "qwen3_moe", moe_comm="zero_redundancy", num_local_experts=num_local_experts
+    )
+    settings = settings_of(model)
+    assert settings.enable_view_optimize == (num_local_experts > 1)
+
+
+def test_auto_compiles_on_the_npu() -> None:
+    ops = npu_ops()
+    model = family("qwen3", ops)
+    assert isinstance(select_backend("auto", ops, model), TorchairBackend)
+    with pytest.raises(ValueError, match="graph_mode native needs the cpu kernels"):
+        select_backend("native", ops, model)
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "multiple_of", "max_graphs", "sizes"),
+    [
+        (1, 1, 8, [1]),
+        (8, 1, 4, [1, 2, 4, 8]),
+        (8, 1, 6, [1, 2, 4, 6, 7, 8]),
+        (64, 4, 3, [16, 32, 64]),
+        (50, 4, 32, [4 * n for n in range(1, 14)]),
+        (256, 8, 8, [8, 16, 32, 64, 128, 192, 224, 256]),
+    ],
+)
+def test_sizes_are_planned(
+    max_num_seqs: int, multiple_of: int, max_graphs: int, sizes: list[int]
+) -> None:
+    assert plan_sizes(max_num_seqs, multiple_of=multiple_of, max_graphs=max_graphs) == sizes
