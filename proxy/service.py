@@ -33,6 +33,7 @@ class Service:
         self.config = config
         self.tokenizer = tokenizer
         self.started_s = int(time.time())
+        self._known_model_len = 0
         self.metrics = ProxyMetrics(config.served_model_names[0])
         self.pool = WorkerPool(config, proxy_id=f"proxy-{secrets.token_hex(4)}")
         self.router = Router()
@@ -49,10 +50,11 @@ class Service:
         return self.pool.has_ready(worker_pb2.ROLE_DECODER)
 
     def max_model_len(self) -> int:
-        """Context limit in tokens of prompt and output."""
+        """Context limit in tokens of prompt and output; the last known one without a decoder."""
+        self._known_model_len = self.pool.max_model_len or self._known_model_len
         limits = (
             self.config.max_model_len,
-            self.pool.max_model_len or self.tokenizer.context_length,
+            self._known_model_len or self.tokenizer.context_length,
         )
         return min((limit for limit in limits if limit), default=2048)
 
