@@ -10,10 +10,13 @@ from kernels.gating import Gating
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 
-Quantization = Literal["none", "int8"]
-"""Of weights, at load; none keeps them in float.
+Quantization = Literal["none", "int8", "int4", "native"]
+"""How weights are held; activations stay in float.
 
-int8: symmetric, one scale per output, rounded to nearest; activations stay as they are (W8A16).
+none:   in float, whatever the checkpoint holds.
+int8:   rounded at load, symmetric, one scale per output.
+int4:   rounded at load, a scale and an offset for 32 inputs; the vocabulary as int8.
+native: as a quantised checkpoint holds them, so exactly; what it holds in float stays in float.
 """
 
 

@@ -24,6 +24,8 @@ from kernels.ascend.linear import (
     NpuLinear,
 )
 from kernels.gating import Gating
+from kernels.ops import GroupedLinear, Linear
+from kernels.quantized import QuantizedWeight
 
 # NOTE: TorchAir defines these operators when it is first asked for them; within a trace that is too
 # late.
@@ -89,6 +91,25 @@ class NpuOps:
             dtype=self.dtype,
             quantizes_activations=self._quantizes_activations,
         )
+
+    def quantized_linear(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
+        """int8 with a scale per output as such; every other form is dequantised."""
+        if weight.is_int8_per_row:
+            return self.linear_int8(weight.values, weight.scale[:, 0], bias)
+        return self.linear(weight.dequantize(), bias)
+
+    def quantized_vocabulary(self, weight: QuantizedWeight) -> Linear:
+        """Dequantised: an int8 weight is stored for products."""
+        return self.linear(weight.dequantize(), None)
+
+    def grouped_quantized_linear(self, weights: Sequence[QuantizedWeight]) -> GroupedLinear:
+        """The same per group."""
+        if all(weight.is_int8_per_row for weight in weights):
+            values = torch.stack([weight.values for weight in weights])
+            return self.grouped_linear_int8(
+                values, torch.stack([weight.scale[:, 0] for weight in weights])
+            )
+        return self.grouped_linear(torch.stack([weight.dequantize() for weight in weights]))
 
     def grouped_linear_int8(self, weight: Tensor, scale: Tensor) -> NpuGroupedInt8Linear:
         """The same per group."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from kernels.cpu.build import BuildError
 from kernels.cpu.ops import load
 from kernels.gating import Gating
+from kernels.quantized import QuantizedWeight
 from kernels.reference import ReferenceOps
 
 logger = logging.getLogger(__name__)
@@ -110,15 +111,16 @@ class Ops(Protocol):
         """
         ...
 
-    def linear_int8(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Linear:
-        """Pack y = (x W^T) * scale + b; activations stay as they are.
-
-        weight: [out, in] int8; scale: [out] float32; bias: [out].
-        """
+    def quantized_linear(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
+        """Pack y = x W^T + b with W in few bits; activations stay as they are. bias: [out]."""
         ...
 
-    def grouped_linear_int8(self, weight: Tensor, scale: Tensor) -> GroupedLinear:
-        """The same per group. weight: [groups, out, in] int8; scale: [groups, out] float32."""
+    def quantized_vocabulary(self, weight: QuantizedWeight) -> Linear:
+        """A linear whose rows are looked up too, quantised if the backend can look them up."""
+        ...
+
+    def grouped_quantized_linear(self, weights: Sequence[QuantizedWeight]) -> GroupedLinear:
+        """The same per group; all of one shape."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

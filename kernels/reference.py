@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from kernels import mla
 from kernels.gating import Gating
+from kernels.quantized import QuantizedWeight
 from kernels.routing import gating_topk
 
 
@@ -28,23 +29,21 @@ class ReferenceLinear:
         return self._weight[row_ids.long()]
 
 
-class ReferenceInt8Linear:
-    """y = (x W^T) * scale + b on an int8 weight."""
+class ReferenceQuantizedLinear:
+    """y = x W^T + b on a weight that is dequantised for every product."""
 
-    def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
-        self.out_features, self.in_features = weight.shape
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
+        self.out_features, self.in_features = weight.values.shape
         self._weight = weight
-        self._scale = scale
         self._bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [T, in_features] -> [T, out_features]."""
-        out = functional.linear(x, self._weight.to(x.dtype)) * self._scale
-        return out if self._bias is None else out + self._bias
+        return functional.linear(x, self._weight.dequantize().to(x.dtype), self._bias)
 
     def rows(self, row_ids: Tensor) -> Tensor:
-        """row_ids: [T] -> [T, in_features]: rows of W, scaled."""
-        return self._weight[row_ids.long()] * self._scale[row_ids.long(), None]
+        """row_ids: [T] -> [T, in_features]: rows of W, dequantised."""
+        return self._weight.rows(row_ids.long()).dequantize()
 
 
 class LinearPerGroup:
@@ -90,20 +89,24 @@ class ReferenceOps:
         """Keep the weight as it is."""
         return ReferenceLinear(weight, bias)
 
-    def linear_int8(
-        self, weight: Tensor, scale: Tensor, bias: Tensor | None
-    ) -> ReferenceInt8Linear:
+    def quantized_linear(
+        self, weight: QuantizedWeight, bias: Tensor | None
+    ) -> ReferenceQuantizedLinear:
         """Keep the weight as it is."""
-        return ReferenceInt8Linear(weight, scale, bias)
+        return ReferenceQuantizedLinear(weight, bias)
+
+    def quantized_vocabulary(self, weight: QuantizedWeight) -> ReferenceQuantizedLinear:
+        """Keep the weight as it is."""
+        return ReferenceQuantizedLinear(weight, None)
 
     def grouped_linear(self, weight: Tensor) -> LinearPerGroup:
         """Keep the weight as it is."""
         return LinearPerGroup([ReferenceLinear(group, None) for group in weight], weight.shape)
 
-    def grouped_linear_int8(self, weight: Tensor, scale: Tensor) -> LinearPerGroup:
-        """Keep the weight as it is."""
-        groups = zip(weight, scale, strict=True)
-        return LinearPerGroup([ReferenceInt8Linear(w, s, None) for w, s in groups], weight.shape)
+    def grouped_quantized_linear(self, weights: Sequence[QuantizedWeight]) -> LinearPerGroup:
+        """Keep the weights as they are."""
+        shape = torch.Size((len(weights), *weights[0].values.shape))
+        return LinearPerGroup([ReferenceQuantizedLinear(w, None) for w in weights], shape)
 
     def moe_gating_topk_softmax(self, router_logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Softmax over all experts, in float32, then the top k."""

@@ -86,7 +86,7 @@ class ServiceConfig:
     ops: Literal["auto", "reference", "cpu", "npu"] = "auto"
     """Backend of the device operations."""
     quantization: Quantization = "none"
-    """How weights are held: none keeps them in float, int8 rounds them at load."""
+    """Weights: none in float; int8, int4 rounded at load; native as a quantised model has them."""
     transport: Literal["auto", "memory", "mooncake", "hccl"] = "auto"
     """How KV travels from prefiller to decoder."""
     lease_s: Annotated[float, Gt(0)] = 4.0

@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import logging
-import resource
 import sys
 from pathlib import Path
 
@@ -13,8 +12,6 @@ from proxy.auth import load_keys
 from proxy.config import ProxyConfig
 from proxy.server import serve
 from proxy.tokenizer import load_tokenizer
-
-_MAX_FILES = 65536
 
 
 def main() -> None:
@@ -29,7 +26,6 @@ def main() -> None:
         format="%(asctime)s proxy %(levelname)s %(name)s: %(message)s",
     )
     config = ProxyConfig.from_json(arguments.config.read_text())
-    _allow_many_connections()
     try:
         load_keys(config)
     except (ValueError, OSError) as error:
@@ -40,14 +36,6 @@ def main() -> None:
         sys.exit(f"the tokenizer cannot be loaded: {error}")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(config, tokenizer, arguments.ports_file))
-
-
-def _allow_many_connections() -> None:
-    """Each client is a file; many systems give a process 1,024 unless it asks for more."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < _MAX_FILES:
-        wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 if __name__ == "__main__":

@@ -87,8 +87,6 @@ class ProxyConfig:
     """Longest pause between two dials."""
     shutdown_grace_s: Annotated[float, Ge(0)] = 3.0
     """After SIGTERM, running requests may finish within this time."""
-    client_read_timeout_s: Annotated[float, Gt(0)] = 60.0
-    """An HTTP client whose request has not arrived completely after so long is disconnected."""
     client_write_timeout_s: Annotated[float, Gt(0)] = 30.0
     """A streaming client that takes no byte for so long is disconnected."""
     tool_format: Literal["auto", "hermes", "llama3", "deepseek"] = "auto"

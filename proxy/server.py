@@ -9,9 +9,7 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 
@@ -50,7 +48,6 @@ class ProxyServer:
         self.grpc_port = 0
         self.listening = asyncio.Event()
         """Set once both ports accept connections."""
-        protocol: Any = partial(BoundedHttpProtocol, read_timeout_s=config.client_read_timeout_s)
         self._http = _HttpServer(
             uvicorn.Config(
                 create_app(self.service),
@@ -59,7 +56,7 @@ class ProxyServer:
                 log_level="warning",
                 access_log=False,
                 server_header=False,
-                http=protocol,
+                http=BoundedHttpProtocol,
                 ws="none",
                 backlog=_BACKLOG,
                 timeout_keep_alive=75,

@@ -4,16 +4,18 @@ The vocabulary is split over the tensor-parallel group, the same number of rows 
 past its end are zeros.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from engine.config import Quantization
 from engine.layers.layer import Shard, WeightedLayer
+from engine.layers.quantization import pack_vocabulary
 from engine.layers.rows import rows_of
 from engine.parallel import Parallel, Span
 from kernels.ops import Linear, Ops
+from kernels.quantized import QuantizedWeight
 
 
 class Embedding(WeightedLayer):
@@ -28,6 +30,11 @@ class Embedding(WeightedLayer):
         self._rows = rows_of(parallel)
         self._span, self._weight = _empty_vocabulary(vocab_size, hidden_size, parallel)
         self._shared: Linear | None = None
+
+    @property
+    def shared(self) -> Linear | None:
+        """The packed table, if rows are looked up there."""
+        return self._shared
 
     @property
     def weight(self) -> Tensor:
@@ -47,6 +54,16 @@ class Embedding(WeightedLayer):
         """Hand the table to the backend, unless it is shared: then the projection does."""
         if self._weight is not None:
             self._weight = self._ops.parameter(self._weight)
+
+    def quantizable(self) -> Collection[str]:
+        """The table."""
+        return (f"{self._name}.weight",)
+
+    def pack_quantized(self, weights: Mapping[str, QuantizedWeight]) -> bool:
+        """Hand the table to the backend; a tied projection takes it from here."""
+        (weight,) = weights.values()
+        self.share(self._ops.quantized_vocabulary(weight.padded(len(self.weight))))
+        return True
 
     def share(self, linear: Linear) -> None:
         """Look rows up in a packed copy of the same table, and drop the plain one."""
@@ -104,12 +121,27 @@ class LMHead(WeightedLayer):
         return _vocabulary_shard(f"{self._name}.weight", self._span)
 
     def pack(self, quantization: Quantization) -> None:
-        """Hand the weight to the backend and drop the plain one; the vocabulary stays in float."""
+        """Hand the weight to the backend and drop the plain one."""
         assert self._weight is not None, "the weights are packed already"
-        self._linear = self._ops.linear(self._weight, None)
+        if self._tied is not None and self._tied.shared is not None:
+            self._linear = self._tied.shared
+        else:
+            self._linear = pack_vocabulary(self._ops, self._weight, quantization)
         self._weight = None
         if self._tied is not None:
             self._tied.share(self._linear)
+
+    def quantizable(self) -> Collection[str]:
+        """The matrix, unless it is the embedding's."""
+        return (f"{self._name}.weight",) if self._tied is None else ()
+
+    def pack_quantized(self, weights: Mapping[str, QuantizedWeight]) -> bool:
+        """Hand the matrix to the backend."""
+        assert self._weight is not None, "the weights are packed already"
+        (weight,) = weights.values()
+        self._linear = self._ops.quantized_linear(weight.padded(len(self._weight)), None)
+        self._weight = None
+        return True
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden: [R, hidden_size] -> [R, vocab_size], on every rank."""

@@ -1,12 +1,13 @@
 """What every layer that owns weights offers to the loader."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from engine.config import Quantization
 from engine.parallel import Span
+from kernels.quantized import QuantizedWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,17 @@ class WeightedLayer(nn.Module):
 
         A layer that does not lose by it follows `quantization`.
         """
+
+    def quantizable(self) -> Collection[str]:
+        """Names, as those of `weights`, that `pack_quantized` takes."""
+        return ()
+
+    def pack_quantized(self, weights: Mapping[str, QuantizedWeight]) -> bool:
+        """Instead of `pack`: all that is `quantizable`, the rest being filled.
+
+        Return whether their forms go together; if not, nothing happened.
+        """
+        raise NotImplementedError
 
 
 def weighted_layers(model: nn.Module) -> list[tuple[str, WeightedLayer]]:

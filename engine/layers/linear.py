@@ -1,6 +1,6 @@
 """Linear projections; several that share their input are fused into one matrix product."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from engine.layers.layer import Shard, WeightedLayer
 from engine.layers.quantization import pack_linear
 from engine.parallel import Span
 from kernels.ops import Linear, Ops
+from kernels.quantized import QuantizedWeight, concat_rows
 
 
 class FusedLinear(WeightedLayer):
@@ -68,10 +69,26 @@ class FusedLinear(WeightedLayer):
         assert self._weight is not None, "the weights are packed already"
         if not self._is_quantizable:
             quantization = "none"
+        self._linear = pack_linear(self._ops, self._weight, self._own_bias(), quantization)
+        self._weight = self._bias = None
+
+    def quantizable(self) -> Collection[str]:
+        """Every projection."""
+        return [f"{name}.weight" for name in self._parts] if self._is_quantizable else ()
+
+    def pack_quantized(self, weights: Mapping[str, QuantizedWeight]) -> bool:
+        """Hand the projections to the backend, side by side."""
+        fused = concat_rows([weights[f"{name}.weight"] for name in self._parts])
+        if fused is None:
+            return False
+        self._linear = self._ops.quantized_linear(fused, self._own_bias())
+        self._weight = self._bias = None
+        return True
+
+    def _own_bias(self) -> Tensor | None:
         if self._bias is not None and self._in.start > 0:
             self._bias.zero_()  # the sum over the ranks has it once
-        self._linear = pack_linear(self._ops, self._weight, self._bias, quantization)
-        self._weight = self._bias = None
+        return self._bias
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [T, in_features] -> [T, sum of widths]."""

@@ -1,6 +1,6 @@
 """Mixture of experts: each token goes through the few MLPs that its router picks."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,9 @@ from engine.layers.quantization import pack_grouped_linear
 from engine.layers.rows import rows_of
 from engine.parallel import Parallel, Span, split_evenly
 from kernels.ops import GroupedLinear, Ops
+from kernels.quantized import QuantizedWeight, concat_rows
+
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 class Experts(WeightedLayer):
@@ -67,7 +70,7 @@ class Experts(WeightedLayer):
         """The experts of the other ranks."""
         for expert in range(self._num_experts):
             if expert not in self._experts:
-                for name in ("gate_proj", "up_proj", "down_proj"):
+                for name in _PROJECTIONS:
                     yield f"experts.{expert}.{name}.weight"
 
     def pack(self, quantization: Quantization) -> None:
@@ -78,6 +81,25 @@ class Experts(WeightedLayer):
         self._gate_up_weight = None
         self._down = pack_grouped_linear(self._ops, self._down_weight, quantization)
         self._down_weight = None
+
+    def quantizable(self) -> Collection[str]:
+        """All weights of all experts here."""
+        return [name for name, _ in self.weights()]
+
+    def pack_quantized(self, weights: Mapping[str, QuantizedWeight]) -> bool:
+        """Hand gate and up, side by side, and down of every expert to the backend."""
+        gate_up, down = [], []
+        for expert in self._experts:
+            own = {name: weights[f"experts.{expert}.{name}.weight"] for name in _PROJECTIONS}
+            fused = concat_rows([own["gate_proj"], own["up_proj"]])
+            if fused is None:
+                return False
+            gate_up.append(fused)
+            down.append(own["down_proj"])
+        self._gate_up = self._ops.grouped_quantized_linear(gate_up)
+        self._down = self._ops.grouped_quantized_linear(down)
+        self._gate_up_weight = self._down_weight = None
+        return True
 
     def forward(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         """x: [T, hidden_size]; topk_weights, topk_ids: [T, k] -> [T, hidden_size]."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,10 +16,14 @@ from engine.config import ModelConfig, MoEConfig, RopeConfig, RopeType
 from engine.errors import UnsupportedModel, WeightsError
 from engine.models.config import SPARSE
 from engine.models.rope_config import yarn_attention_factor
+from engine.weights.gguf_blocks import keeps, read_blocks
 from engine.weights.gguf_file import GGUFFile, GGUFTensor, Value
 from engine.weights.source import SourceTensor
+from kernels.quantized import QuantizedWeight
 
 Floats = npt.NDArray[np.float32]
+Reorder = Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
+"""Permutes rows."""
 
 # Per architecture: projections whose rows llama.cpp's converter reorders, see `halves_from_pairs`.
 _INTERLEAVED = {"llama": ("attn_q", "attn_k")}
@@ -122,7 +127,7 @@ def gguf_tensors(file: GGUFFile, config: ModelConfig) -> list[SourceTensor]:
         if stem.rpartition(".")[2] in _EXPERT_NAMES:
             sources.extend(_experts(file, tensor))
             continue
-        reorder: Callable[[Floats], Floats] | None = None
+        reorder: Reorder | None = None
         if stem.rpartition(".")[2] in interleaved:
             reorder = partial(halves_from_pairs, head_dim=config.head_dim)
         sources.append(
@@ -130,12 +135,13 @@ def gguf_tensors(file: GGUFFile, config: ModelConfig) -> list[SourceTensor]:
                 name=f"{_hf_name(file, stem)}.{kind}",
                 shape=tensor.shape,
                 read=partial(_read, tensor, reorder),
+                read_quantized=_reader_quantized(tensor, reorder),
             )
         )
     return sources
 
 
-def halves_from_pairs(rows: Floats, head_dim: int) -> Floats:
+def halves_from_pairs(rows: npt.NDArray[Any], head_dim: int) -> npt.NDArray[Any]:
     """Undo the row order of llama.cpp's converter: it puts the dims of a rotated pair side by side.
 
     rows: [heads * head_dim, ...]; within a head, pair i moves from rows (2i, 2i + 1) to rows
@@ -166,12 +172,20 @@ def dequantize(tensor: GGUFTensor) -> Floats:
     return out.reshape(tensor.shape)
 
 
-def _read(tensor: GGUFTensor, reorder: Callable[[Floats], Floats] | None) -> Tensor:
+def _read(tensor: GGUFTensor, reorder: Reorder | None) -> Tensor:
     values = dequantize(tensor)
     if reorder is not None:
         values = reorder(values)
     # torch cannot express that the mapped file is read-only, so it gets a copy of that.
     return torch.from_numpy(values if values.flags.writeable else values.copy())
+
+
+def _reader_quantized(
+    tensor: GGUFTensor, reorder: Reorder | None
+) -> Callable[[], QuantizedWeight] | None:
+    if not keeps(tensor):
+        return None
+    return partial(read_blocks, tensor, reorder)
 
 
 def _experts(file: GGUFFile, tensor: GGUFTensor) -> Iterator[SourceTensor]:
@@ -184,7 +198,12 @@ def _experts(file: GGUFFile, tensor: GGUFTensor) -> Iterator[SourceTensor]:
         name = f"model.layers.{layer_idx}.mlp.experts.{expert}.{_EXPERT_NAMES[part]}.weight"
         data = tensor.data[expert * num_bytes : (expert + 1) * num_bytes]
         own = GGUFTensor(name, tuple(shape), tensor.quantization, data)
-        yield SourceTensor(name, own.shape, partial(_read, own, None))
+        yield SourceTensor(
+            name,
+            own.shape,
+            partial(_read, own, None),
+            read_quantized=_reader_quantized(own, None),
+        )
 
 
 def _hf_name(file: GGUFFile, stem: str) -> str:

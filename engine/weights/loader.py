@@ -19,6 +19,7 @@ from engine.weights.gguf import gguf_model_config, gguf_tensors
 from engine.weights.gguf_file import read_gguf
 from engine.weights.safetensors import open_safetensors
 from engine.weights.source import SourceTensor
+from kernels.quantized import QuantizedWeight
 
 Progress = Callable[[int, int], None]
 """Called with the weights (numbers, not tensors) loaded so far, and their total."""
@@ -85,18 +86,29 @@ class _Target:
         index[self.shard.dim] = self.shard.span.index
         self.tensor.copy_(source.part(index))
 
+    def take(self, source: SourceTensor) -> QuantizedWeight | None:
+        """This rank's part, in few bits; None if the checkpoint or the split does not allow it."""
+        weight = None if source.read_quantized is None else source.read_quantized()
+        if weight is None or self.shard is None:
+            return weight
+        if self.shard.dim == 0:
+            return weight.rows(self.shard.span.index)
+        return weight.columns(self.shard.span.start, self.shard.span.stop)
+
 
 class _LayerJob:
     """Fills one layer and packs it. A layer without weights of its own shares another's."""
 
     def __init__(
         self,
+        prefix: str,
         layer: WeightedLayer,
         targets: dict[str, "_Target"],
         sources: list[SourceTensor],
         quantization: Quantization,
     ) -> None:
         self.size = sum(target.tensor.numel() for target in targets.values())
+        self._prefix = prefix
         self._layer = layer
         self._targets = targets
         self._sources = sources
@@ -104,12 +116,36 @@ class _LayerJob:
 
     def run(self) -> int:
         """Return how many numbers were loaded."""
-        for source in self._sources:
+        quantized = self._read_quantized() if self._quantization == "native" else {}
+        rest = [source for source in self._sources if source.name not in quantized]
+        self._fill(rest)
+        if quantized:
+            prefix_length = len(self._prefix)
+            by_name = {name[prefix_length:]: weight for name, weight in quantized.items()}
+            if self._layer.pack_quantized(by_name):
+                self._targets.clear()
+                return self.size
+            self._fill([source for source in self._sources if source.name in quantized])
+        self._layer.pack(self._quantization)
+        return self.size
+
+    def _fill(self, sources: list[SourceTensor]) -> None:
+        for source in sources:
             # NOTE: memory of a tensor is not committed before it is written, and nothing but the
             # layer refers to it once it was popped here, so that packing frees it.
             self._targets.pop(source.name).fill(source)
-        self._layer.pack(self._quantization)
-        return self.size
+
+    def _read_quantized(self) -> dict[str, QuantizedWeight]:
+        """What the layer takes in few bits; nothing unless the checkpoint has all of it so."""
+        wanted = {self._prefix + name for name in self._layer.quantizable()}
+        sources = [source for source in self._sources if source.name in wanted]
+        quantized = {}
+        for source in sources:
+            weight = self._targets[source.name].take(source)
+            if weight is None:
+                return {}
+            quantized[source.name] = weight
+        return quantized
 
 
 def _match(
@@ -119,8 +155,8 @@ def _match(
     quantization: Quantization,
 ) -> list[_LayerJob]:
     by_name = {source.name: source for source in sources}
-    layers = [(layer, _targets(prefix, layer)) for prefix, layer in weighted_layers(model)]
-    targets = {name: target for _, weights in layers for name, target in weights.items()}
+    layers = [(prefix, layer, _targets(prefix, layer)) for prefix, layer in weighted_layers(model)]
+    targets = {name: target for _, _, weights in layers for name, target in weights.items()}
     for prefix, layer in weighted_layers(model):
         for name in layer.elsewhere():
             by_name.pop(prefix + name, None)
@@ -129,9 +165,14 @@ def _match(
     for name in [name for name in by_name if _is_ignored(name, model)]:
         del by_name[name]
     _check(path, targets, by_name)
+    if quantization == "native" and all(s.read_quantized is None for s in by_name.values()):
+        raise UnsupportedModel(
+            f"quantization is native, but {path} holds no weights in a form that can be kept: "
+            "use none, int8 or int4"
+        )
     return [
-        _LayerJob(layer, weights, [by_name[name] for name in weights], quantization)
-        for layer, weights in layers
+        _LayerJob(prefix, layer, weights, [by_name[name] for name in weights], quantization)
+        for prefix, layer, weights in layers
     ]
 
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from kernels.quantized import QuantizedWeight
+
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
@@ -16,6 +18,9 @@ class SourceTensor:
     """The values, in any floating type; may be called from any thread."""
     read_part: Callable[[Sequence[slice]], Tensor] | None = None
     """As `read`, of one slice per dim, without reading the rest; None where that is impossible."""
+
+    read_quantized: Callable[[], QuantizedWeight] | None = None
+    """The values as the checkpoint holds them, in few bits; None where it does not."""
 
     def part(self, index: Sequence[slice]) -> Tensor:
         """The values of one slice per dim."""

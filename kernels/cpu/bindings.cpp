@@ -1,9 +1,9 @@
 // torch.ops.pdserve_cpu.*: checks tensors once, allocates outputs, calls the kernels on pointers.
 #include "graph.h"
 #include "kernels.h"
+#include "recorded.h"
 #include "threads.h"
 
-#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
@@ -14,18 +14,12 @@
 namespace {
 
 using at::Tensor;
+using pdserve::as_ids;
+using pdserve::check_ids;
+using pdserve::empty;
+using pdserve::run;
 
-// Every op ends here: computes now, or is recorded. `read` are the tensors whose memory the task
-// reads or writes, its output excepted.
-template <typename F>
-void run(F task, std::initializer_list<Tensor> read) {
-  if (auto* graphs = pdserve::recording())
-    graphs->add(std::move(task), read);
-  else
-    task();
-}
-
-// The same for a check of what tensors hold; a recording holds it once.
+// As run, for a check of what tensors hold; a recording holds it once.
 template <typename F>
 void check(std::initializer_list<Tensor> read, const F& task) {
   auto* graphs = pdserve::recording();
@@ -33,11 +27,6 @@ void check(std::initializer_list<Tensor> read, const F& task) {
   std::vector<const void*> key;
   for (const Tensor& tensor : read) key.push_back(tensor.const_data_ptr());
   graphs->add_once(key, task);
-}
-
-Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options) {
-  if (auto* graphs = pdserve::recording()) return graphs->allocate(sizes, options);
-  return at::empty(sizes, options);
 }
 
 void check_float(const Tensor& t, const char* name, int64_t dim) {
@@ -71,21 +60,6 @@ void check_caches(const Tensor& k_cache, const Tensor& v_cache, int64_t num_head
   check_size(k_cache.size(3), head_dim, "head_dim of the cache");
   TORCH_CHECK(k_cache.size(1) > 0 && num_heads % k_cache.size(1) == 0, num_heads,
               " query heads are no multiple of ", k_cache.size(1), " KV heads");
-}
-
-pdserve::Ids as_ids(const Tensor& ids) {
-  TORCH_CHECK(ids.dim() == 1 && ids.is_contiguous(), "ids must be contiguous with 1 dim, has ",
-              ids.dim());
-  const bool is_narrow = ids.scalar_type() == at::kInt;
-  TORCH_CHECK(is_narrow || ids.scalar_type() == at::kLong, "ids must be int32 or int64, is ",
-              ids.scalar_type());
-  return {is_narrow ? ids.const_data_ptr<int32_t>() : nullptr,
-          is_narrow ? nullptr : ids.const_data_ptr<int64_t>(), ids.numel()};
-}
-
-void check_ids(const pdserve::Ids& ids, int64_t limit) {
-  for (int64_t i = 0; i < ids.count; ++i)
-    TORCH_CHECK_INDEX(ids[i] >= 0 && ids[i] < limit, "id ", ids[i], " is not in [0, ", limit, ")");
 }
 
 // NOTE: a wrong block id would read or write another process's shared memory; checking costs a few
@@ -387,50 +361,6 @@ Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>
   return out;
 }
 
-void check_int8(const Tensor& t, const char* name, int64_t dim) {
-  TORCH_CHECK(t.device().is_cpu() && t.scalar_type() == at::kChar, name,
-              " must be int8 on the CPU, is ", t.scalar_type(), " on ", t.device());
-  TORCH_CHECK(t.dim() == dim && t.is_contiguous(), name, " must be contiguous with ", dim, " dims");
-}
-
-Tensor pack_weight_int8(const Tensor& weight) {
-  check_int8(weight, "weight", 2);
-  const int64_t cols = pdserve::panel_cols(), panels = (weight.size(0) + cols - 1) / cols;
-  Tensor packed = at::empty({panels, weight.size(1), cols}, weight.options());
-  pdserve::pack_weight_int8(weight.const_data_ptr<int8_t>(), weight.size(0), weight.size(1),
-                            packed.mutable_data_ptr<int8_t>());
-  return packed;
-}
-
-Tensor linear_int8(const Tensor& x, const Tensor& packed, const Tensor& scale,
-                   const std::optional<Tensor>& bias, int64_t out_features) {
-  check_float(x, "x", 2);
-  check_int8(packed, "packed", 3);
-  check_size(packed.size(2), pdserve::panel_cols(), "panel width");
-  const int64_t padded_features = packed.size(0) * packed.size(2);
-  TORCH_CHECK(out_features >= 0 && out_features <= padded_features, "out_features ", out_features,
-              " of ", packed.size(0), " panels");
-  check_size(x.size(1), packed.size(1), "width of x");
-  check_contiguous(scale, "scale", 1);
-  check_size(scale.numel(), padded_features, "length of the padded scale");
-  if (bias) {
-    check_contiguous(*bias, "bias", 1);
-    check_size(bias->numel(), padded_features, "length of the padded bias");
-  }
-  Tensor out = empty({x.size(0), out_features}, x.options());
-  const pdserve::Int8LinearArgs args{x.const_data_ptr<float>(),
-                                     x.stride(0),
-                                     x.size(0),
-                                     x.size(1),
-                                     out_features,
-                                     packed.const_data_ptr<int8_t>(),
-                                     scale.const_data_ptr<float>(),
-                                     bias ? bias->const_data_ptr<float>() : nullptr,
-                                     out.mutable_data_ptr<float>()};
-  run([args] { pdserve::linear_int8(args); }, {x, packed, scale, bias.value_or(Tensor())});
-  return out;
-}
-
 // flags: addresses, see threads.h.
 void set_lent_threads(const std::vector<int64_t>& flags) {
   std::vector<const pdserve::BusyFlag*> pointers;
@@ -471,10 +401,7 @@ TORCH_LIBRARY(pdserve_cpu, m) {
   m.def("pack_weight(Tensor weight) -> Tensor");
   m.def("packed_rows(Tensor packed, Tensor row_ids, int out_features) -> Tensor");
   m.def("linear(Tensor x, Tensor packed, Tensor? bias, int out_features) -> Tensor");
-  m.def("pack_weight_int8(Tensor weight) -> Tensor");
-  m.def(
-      "linear_int8(Tensor x, Tensor packed, Tensor scale, Tensor? bias, int out_features) -> "
-      "Tensor");
+  m.def("panel_cols() -> int", [] { return pdserve::panel_cols(); });
 }
 
 TORCH_LIBRARY_IMPL(pdserve_cpu, CPU, m) {
@@ -490,6 +417,4 @@ TORCH_LIBRARY_IMPL(pdserve_cpu, CPU, m) {
   m.impl("pack_weight", pack_weight);
   m.impl("packed_rows", packed_rows);
   m.impl("linear", linear);
-  m.impl("pack_weight_int8", pack_weight_int8);
-  m.impl("linear_int8", linear_int8);
 }

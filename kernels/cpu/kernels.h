@@ -110,19 +110,32 @@ struct LinearArgs {
 
 void linear(const LinearArgs& args);
 
-// The same with int8 panels.
-void pack_weight_int8(const int8_t* weight, int64_t out_features, int64_t in_features,
-                      int8_t* packed);
-
-struct Int8LinearArgs {
-  const float* x;  // [rows, in_features]
-  int64_t ld_x, rows, in_features, out_features;
-  const int8_t* packed;
-  const float* scale;  // per output, padded with zeros to whole panels
-  const float* bias;   // or null; padded likewise
-  float* out;          // [rows, out_features], contiguous
+// A weight in 4 or 8 bits: W = value * scale + offset, both shared by group_size neighbours of a
+// row. See quantized.h for the panels.
+struct QuantizedShape {
+  int64_t out_features, in_features, group_size;
+  int num_bits;
+  bool has_offset;
+  bool has_half_factors;  // scale and offset are float16 in the panels, else float32
 };
 
-void linear_int8(const Int8LinearArgs& args);
+int64_t quantized_panel_bytes(const QuantizedShape& shape);
+
+// values: [out_features, in_features]; scale, offset (or null): [out_features, groups].
+void pack_quantized(const QuantizedShape& shape, const int8_t* values, const float* scale,
+                    const float* offset, uint8_t* packed);
+
+void quantized_rows(const QuantizedShape& shape, const uint8_t* packed, const Ids& ids, float* out);
+
+struct QuantizedLinearArgs {
+  QuantizedShape shape;
+  const float* x;  // [rows, in_features]
+  int64_t ld_x, rows;
+  const uint8_t* packed;
+  const float* bias;  // or null; padded with zeros to whole panels
+  float* out;         // [rows, out_features], contiguous
+};
+
+void quantized_linear(const QuantizedLinearArgs& args);
 
 }  // namespace pdserve

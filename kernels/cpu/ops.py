@@ -10,6 +10,7 @@ from torch.nn import functional
 from kernels import mla
 from kernels.cpu.build import build
 from kernels.gating import Gating
+from kernels.quantized import QuantizedWeight
 from kernels.reference import LinearPerGroup, ReferenceOps
 from kernels.routing import gating_topk
 
@@ -42,30 +43,44 @@ class CpuLinear:
         return result
 
 
-class CpuInt8Linear:
-    """An int8 weight packed into panels, with a scale per output."""
+class CpuQuantizedLinear:
+    """A weight in 4 or 8 bits, packed into panels with its scales and offsets."""
 
-    def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
-        self.out_features, self.in_features = weight.shape
-        self._packed = torch.ops.pdserve_cpu.pack_weight_int8(weight)
-        padding = (0, self._packed.shape[0] * self._packed.shape[2] - self.out_features)
-        self._scale = functional.pad(scale, padding)
-        self._bias = None if bias is None else functional.pad(bias, padding)
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
+        self.out_features, self.in_features = weight.values.shape
+        has_half_factors = weight.has_half_factors
+        self._packed: Tensor = torch.ops.pdserve_cpu.pack_quantized(
+            weight.values.contiguous(),
+            weight.scale.contiguous(),
+            None if weight.offset is None else weight.offset.contiguous(),
+            weight.group_size,
+            weight.num_bits,
+            has_half_factors,
+        )
+        self._form = (
+            self.out_features,
+            self.in_features,
+            weight.group_size,
+            weight.num_bits,
+            weight.offset is not None,
+            has_half_factors,
+        )
+        self._bias: Tensor | None = None
+        if bias is not None:
+            cols = torch.ops.pdserve_cpu.panel_cols()
+            padding = self._packed.shape[0] * cols - self.out_features
+            self._bias = functional.pad(bias, (0, padding))
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [T, in_features] float32 -> [T, out_features]; a row is the same in any batch."""
-        result: Tensor = torch.ops.pdserve_cpu.linear_int8(
-            x, self._packed, self._scale, self._bias, self.out_features
+        result: Tensor = torch.ops.pdserve_cpu.quantized_linear(
+            x, self._packed, self._bias, *self._form
         )
         return result
 
     def rows(self, row_ids: Tensor) -> Tensor:
-        """row_ids: [T] -> [T, in_features]: rows of W, scaled."""
-        ids = row_ids.long()
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.out_features:
-            raise IndexError(f"a row id is not in [0, {self.out_features})")
-        cols = self._packed.shape[2]
-        result: Tensor = self._packed[ids // cols, :, ids % cols] * self._scale[ids, None]
+        """row_ids: [T] -> [T, in_features]: rows of W, dequantised."""
+        result: Tensor = torch.ops.pdserve_cpu.quantized_rows(self._packed, row_ids, *self._form)
         return result
 
 
@@ -79,18 +94,22 @@ class CpuOps:
         """Pack; the caller drops its own copy."""
         return CpuLinear(weight, bias)
 
-    def linear_int8(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> CpuInt8Linear:
+    def quantized_linear(self, weight: QuantizedWeight, bias: Tensor | None) -> CpuQuantizedLinear:
         """Pack; the caller drops its own copy."""
-        return CpuInt8Linear(weight, scale, bias)
+        return CpuQuantizedLinear(weight, bias)
+
+    def quantized_vocabulary(self, weight: QuantizedWeight) -> CpuQuantizedLinear:
+        """See `Ops.quantized_vocabulary`."""
+        return CpuQuantizedLinear(weight, None)
 
     def grouped_linear(self, weight: Tensor) -> LinearPerGroup:
         """Pack every group; the caller drops its own copy."""
         return LinearPerGroup([CpuLinear(group, None) for group in weight], weight.shape)
 
-    def grouped_linear_int8(self, weight: Tensor, scale: Tensor) -> LinearPerGroup:
+    def grouped_quantized_linear(self, weights: Sequence[QuantizedWeight]) -> LinearPerGroup:
         """Pack every group; the caller drops its own copy."""
-        groups = zip(weight, scale, strict=True)
-        return LinearPerGroup([CpuInt8Linear(w, s, None) for w, s in groups], weight.shape)
+        shape = torch.Size((len(weights), *weights[0].values.shape))
+        return LinearPerGroup([CpuQuantizedLinear(weight, None) for weight in weights], shape)
 
     def moe_gating_topk_softmax(self, router_logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """See `Ops.moe_gating_topk_softmax`; torch is fast enough for so few numbers."""
@@ -297,8 +316,13 @@ def _register_fakes() -> None:
     def fake_packed_rows(packed: Tensor, row_ids: Tensor, out_features: int) -> Tensor:
         return packed.new_empty((row_ids.shape[0], packed.shape[1]))
 
-    def fake_linear_int8(
-        x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, out_features: int
+    def fake_quantized_rows(
+        packed: Tensor, row_ids: Tensor, out_features: int, in_features: int, *_: int
+    ) -> Tensor:
+        return packed.new_empty((row_ids.shape[0], in_features), dtype=torch.float32)
+
+    def fake_quantized_linear(
+        x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int, *_: int
     ) -> Tensor:
         return x.new_empty((x.shape[0], out_features))
 
@@ -331,7 +355,8 @@ def _register_fakes() -> None:
 
     fakes: dict[str, Callable[..., Tensor | None]] = {
         "linear": fake_linear,
-        "linear_int8": fake_linear_int8,
+        "quantized_linear": fake_quantized_linear,
+        "quantized_rows": fake_quantized_rows,
         "packed_rows": fake_packed_rows,
         "rms_norm": fake_rms_norm,
         "add_rms_norm": fake_add_rms_norm,

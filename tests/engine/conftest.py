@@ -9,3 +9,11 @@ def ops(request: pytest.FixtureRequest) -> Ops:
         return select_ops(request.param)
     except RuntimeError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture
+def cpu() -> Ops:
+    try:
+        return select_ops("cpu")
+    except RuntimeError as error:
+        pytest.skip(str(error))

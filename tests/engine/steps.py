@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import BatchBuilder
+from engine.config import Quantization
 from engine.kv_layout import kv_layout
 from engine.models import CausalLM, build_model
 from engine.parallel import Parallel
@@ -19,10 +20,12 @@ from kernels.ops import Ops
 VOCAB_SIZE = 96
 
 
-def load(path: Path, ops: Ops, parallel: Parallel | None = None) -> CausalLM:
+def load(
+    path: Path, ops: Ops, parallel: Parallel | None = None, quantization: Quantization = "none"
+) -> CausalLM:
     """This rank's part of the model in a folder or file, ready to run."""
     model = build_model(load_model_config(path), ops, parallel)
-    load_weights(path, model)
+    load_weights(path, model, quantization=quantization)
     return model
 
 

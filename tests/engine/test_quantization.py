@@ -1,4 +1,4 @@
-"""int8 weights made at load, against transformers on the same weights dequantised."""
+"""int8 and int4 weights made at load, against transformers on the same weights dequantised."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.layers.quantization import quantize_int8
+from engine.config import Quantization
+from engine.errors import UnsupportedModel
+from engine.layers.quantization import quantize_int4, quantize_int8
 from engine.models import build_model
 from engine.weights import load_model_config, load_weights
 from kernels.ops import Ops
@@ -28,41 +30,74 @@ MODELS: dict[str, Any] = {
 }
 
 
+ROUND = {"int8": quantize_int8, "int4": quantize_int4}
+
+
 @torch.no_grad()
-def quantize_dequantize(hf: Any) -> None:
-    """Round every projection in the model itself; embeddings, head, router and norms stay."""
+def quantize_dequantize(hf: Any, quantization: str) -> None:
+    """Round the model's own projections and vocabulary; router, norms and biases stay.
+
+    An embedding of its own is not multiplied with, and stays too.
+    """
+    is_tied = hf.config.tie_word_embeddings
     for name, parameter in hf.named_parameters():
         if "_proj" in name and not name.endswith("bias"):
-            values, scale = quantize_int8(parameter)
-            assert values.unique().numel() > 100, "int8 is used in full"
-            parameter.copy_(values * scale[..., None])
+            for matrix in parameter if parameter.dim() == 3 else [parameter]:
+                matrix.copy_(ROUND[quantization](matrix).dequantize())
+        elif "lm_head" in name or ("embed_tokens" in name and is_tied):
+            parameter.copy_(quantize_int8(parameter).dequantize())
 
 
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
-def test_logits_are_those_of_the_rounded_weights(make: Any, ops: Ops, tmp_path: Path) -> None:
+def test_logits_are_those_of_the_rounded_weights(
+    make: Any, quantization: Quantization, ops: Ops, tmp_path: Path
+) -> None:
     hf = make()
     hf.save_pretrained(tmp_path)
     model = build_model(load_model_config(tmp_path), ops)
-    load_weights(tmp_path, model, quantization="int8")
+    load_weights(tmp_path, model, quantization=quantization)
     with pytest.raises(AssertionError):  # the plain weights' logits are others
         assert_close_to_hf(model, hf, (9,), whole)
-    quantize_dequantize(hf)
+    quantize_dequantize(hf, quantization)
     for take in (whole, uneven()):
         assert_close_to_hf(model, hf, LENGTHS, take)
 
 
 @settings(deadline=None)
 @given(st.integers(0, 2**32), st.floats(1e-6, 1e6))
-def test_rounding_errs_by_half_a_step_at_most(seed: int, size: float) -> None:
+def test_int8_errs_by_half_a_step_at_most(seed: int, size: float) -> None:
     weight = size * torch.randn(5, 33, generator=torch.Generator().manual_seed(seed))
-    values, scale = quantize_int8(weight)
-    assert values.dtype == torch.int8
-    assert values.abs().amax(dim=-1).eq(127).all()
-    error = (values * scale[:, None] - weight).abs()
-    assert (error <= 0.5001 * scale[:, None]).all()
+    rounded = quantize_int8(weight)
+    assert rounded.values.abs().amax(dim=-1).eq(127).all()
+    assert ((rounded.dequantize() - weight).abs() <= 0.5001 * rounded.scale).all()
 
 
-def test_a_row_of_zeros_stays_one() -> None:
-    values, scale = quantize_int8(torch.zeros(3, 8))
-    assert not values.any()
-    assert scale.isfinite().all()
+@settings(deadline=None)
+@given(st.integers(0, 2**32), st.floats(1e-6, 1e6), st.integers(1, 100))
+def test_int4_errs_by_half_a_step_and_the_rounding_of_its_ends(
+    seed: int, size: float, num_inputs: int
+) -> None:
+    weight = size * torch.randn(5, num_inputs, generator=torch.Generator().manual_seed(seed))
+    rounded = quantize_int4(weight)
+    step = rounded.scale.repeat_interleave(rounded.group_size, dim=1)[:, :num_inputs]
+    # Factors keep 11 bits: the offset moves by 2^-11 of itself, the upper end by as much of 15
+    # steps.
+    slack = 2.0**-11 * (15 * step + weight.abs().amax())
+    error = (rounded.dequantize() - weight).abs()
+    assert (error <= 0.5001 * step + slack).all()
+    assert 0 <= int(rounded.values.min()) <= int(rounded.values.max()) <= 15
+
+
+@pytest.mark.parametrize("quantize", [quantize_int8, quantize_int4])
+def test_a_row_of_zeros_stays_one(quantize: Any) -> None:
+    rounded = quantize(torch.zeros(3, 8))
+    assert rounded.scale.isfinite().all()
+    assert not rounded.dequantize().any()
+
+
+def test_native_is_refused_where_the_checkpoint_holds_floats(ops: Ops, tmp_path: Path) -> None:
+    tiny_hf_llama().save_pretrained(tmp_path)
+    model = build_model(load_model_config(tmp_path), ops)
+    with pytest.raises(UnsupportedModel, match="use none, int8 or int4"):
+        load_weights(tmp_path, model, quantization="native")

@@ -15,12 +15,16 @@ from hypothesis import strategies as st
 from transformers import LlamaForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+from engine.config import Quantization
 from engine.errors import UnsupportedModel, WeightsError
+from engine.layers.embedding import LMHead
 from engine.layers.layer import named_weights
+from engine.layers.linear import FusedLinear
 from engine.models import build_model
 from engine.weights import load_model_config, load_weights
 from engine.weights.gguf import SUPPORTED, dequantize, halves_from_pairs
 from engine.weights.gguf_file import GGUFTensor, read_gguf
+from kernels.cpu.ops import CpuQuantizedLinear
 from kernels.ops import Ops, select_ops
 from tests.engine.tiny import (
     PoisonedCache,
@@ -193,6 +197,35 @@ def test_unpermuting_undoes_the_converters_order(heads: int, half: int, columns:
     rows = np.arange(heads * 2 * half * columns, dtype=np.float32).reshape(-1, columns)
     permuted = pairs_from_halves(rows, heads)
     np.testing.assert_array_equal(halves_from_pairs(permuted, 2 * half), rows)
+
+
+def logits_of(path: Path, ops: Ops, quantization: Quantization) -> torch.Tensor:
+    model = load(path, ops, quantization=quantization)
+    cache = PoisonedCache(model, num_blocks=8, block_size=8)
+    (logits,) = logits_by_steps(model, cache, [random_token_ids(40, 0)], lambda _, left: left)
+    return logits
+
+
+@pytest.mark.parametrize(
+    "quantization", [Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0], ids=lambda q: q.name
+)
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_blocks_kept_as_they_are_give_the_very_logits_of_the_dequantised_ones(
+    quantization: Type, is_tied: bool, cpu: Ops, tmp_path: Path
+) -> None:
+    path = tmp_path / "tiny.gguf"
+    tiny_gguf(path, quantization, tie_word_embeddings=is_tied, attention_bias=True)
+    model = load(path, cpu, quantization="native")
+    kept = [m for m in model.modules() if isinstance(m, FusedLinear | LMHead)]
+    assert all(isinstance(layer._linear, CpuQuantizedLinear) for layer in kept)
+    assert torch.equal(logits_of(path, cpu, "native"), logits_of(path, cpu, "none"))
+
+
+def test_the_packaged_model_kept_as_it_is_gives_the_very_logits_of_the_dequantised_one(
+    cpu: Ops,
+) -> None:
+    path = packaged_model_path()
+    assert torch.equal(logits_of(path, cpu, "native"), logits_of(path, cpu, "none"))
 
 
 def test_the_packaged_model_is_what_transformers_own_loader_makes_of_it() -> None:

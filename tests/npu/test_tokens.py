@@ -1,5 +1,6 @@
 """The NPU's code path gives the reference's tokens, on kernels that compute what the NPU's say."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor
 import tests.npu.simulator  # noqa: F401  (gives the NPU's operators CPU kernels)
 from engine.batch import KVBatch
 from kernels.npu import NpuOps
+from kernels.quantized import QuantizedWeight
 from kernels.reference import ReferenceOps
 from tests.npu.families import CONFIGS, caches, family, generate
 
@@ -66,11 +68,14 @@ def test_int8_weights_give_the_tokens_of_the_reference(name: str) -> None:
 class RoundedInputs(ReferenceOps):
     """int8 weights on activations that are rounded to 127 steps of each token's largest."""
 
-    def linear_int8(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Any:
-        return Rounded(super().linear_int8(weight, scale, bias))
+    def quantized_linear(self, weight: QuantizedWeight, bias: Tensor | None) -> Any:
+        return Rounded(super().quantized_linear(weight, bias))
 
-    def grouped_linear_int8(self, weight: Tensor, scale: Tensor) -> Any:
-        return Rounded(super().grouped_linear_int8(weight, scale), len(weight))
+    def quantized_vocabulary(self, weight: QuantizedWeight) -> Any:
+        return self.linear(weight.dequantize(), None)
+
+    def grouped_quantized_linear(self, weights: Sequence[QuantizedWeight]) -> Any:
+        return Rounded(super().grouped_quantized_linear(weights), len(weights))
 
 
 class Rounded:

@@ -1,0 +1,131 @@
+"""The quantised linear of both backends against a dequantised weight."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.ops import GroupedLinear, Linear, Ops
+from kernels.quantized import QuantizedWeight, concat_rows
+
+SHAPES = [(576, 576), (100, 40), (33, 1000), (1, 1), (65, 64), (64, 65), (7, 257), (32, 256)]
+FORMS = {  # bits, group size, offsets, factors that float16 holds
+    "a scale per output": (8, 1 << 20, False, False),
+    "Q8_0": (8, 32, False, True),
+    "Q4_1": (4, 32, True, True),
+    "offsets of 8 bits": (8, 64, True, True),
+    "AWQ": (4, 128, True, False),
+    "small groups": (4, 8, False, True),
+}
+BATCHES = (0, 1, 2, 3, 5, 8, 11, 12, 13, 31, 95, 97, 300)
+
+
+@pytest.fixture(params=["reference", "cpu"])
+def ops(request: pytest.FixtureRequest) -> Ops:
+    ops: Ops = request.getfixturevalue(request.param)
+    return ops
+
+
+def make_weight(form: str, num_outputs: int, num_inputs: int, seed: int = 0) -> QuantizedWeight:
+    """Any value, and factors that bring outputs to order 1."""
+    num_bits, group_size, has_offset, is_half = FORMS[form]
+    generator = torch.Generator().manual_seed(seed)
+    group_size = min(group_size, num_inputs)
+    low, high = (0, 16) if num_bits == 4 else (-128, 128)
+    values = torch.randint(
+        low, high, (num_outputs, num_inputs), dtype=torch.int8, generator=generator
+    )
+    shape = (num_outputs, -(-num_inputs // group_size))
+    scale = (0.5 + torch.rand(shape, generator=generator)) / high / num_inputs**0.5
+    offset = -high / 2 * scale if has_offset else None
+    if is_half:
+        scale = scale.half().float()
+        offset = None if offset is None else offset.half().float()
+    return QuantizedWeight(values, scale, offset, group_size, num_bits)
+
+
+def tolerance(num_inputs: int) -> float:
+    """A float32 sum of terms of order 1 / sqrt(n)."""
+    return 2e-7 * num_inputs + 2e-6
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), SHAPES)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_linear_is_that_of_the_dequantised_weight(
+    ops: Ops, form: str, num_outputs: int, num_inputs: int, has_bias: bool
+) -> None:
+    weight = make_weight(form, num_outputs, num_inputs)
+    bias = torch.randn(num_outputs) if has_bias else None
+    linear = ops.quantized_linear(weight, bias)
+    assert isinstance(linear, Linear)
+    assert (linear.out_features, linear.in_features) == (num_outputs, num_inputs)
+    plain = weight.dequantize().double()
+    for batch in BATCHES:
+        x = torch.randn(batch, num_inputs)
+        expected = x.double() @ plain.T + (0 if bias is None else bias.double())
+        torch.testing.assert_close(linear(x).double(), expected, rtol=0, atol=tolerance(num_inputs))
+
+
+@pytest.mark.parametrize("form", ["a scale per output", "Q8_0", "Q4_1", "small groups"])
+def test_the_bits_are_those_of_the_float_linear_on_the_same_numbers(cpu: Ops, form: str) -> None:
+    # float16 factors times few bits are exact in float32, and so is a product without an offset.
+    weight = make_weight(form, 130, 1000)
+    bias = torch.randn(130)
+    quantized, plain = cpu.quantized_linear(weight, bias), cpu.linear(weight.dequantize(), bias)
+    x = torch.randn(300, 1000)
+    whole = plain(x)
+    for batch in BATCHES:
+        assert torch.equal(quantized(x[:batch]), whole[:batch])
+        assert torch.equal(quantized(x[300 - batch :]), whole[300 - batch :])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_nothing_beside_the_operands_is_read(ops: Ops, form: str) -> None:
+    linear = ops.quantized_linear(make_weight(form, 50, 40), None)
+    x = torch.full((9, 100), torch.nan)
+    x[2:5, 30:70] = 1.0
+    assert linear(x[2:5, 30:70]).isfinite().all()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_of_the_weight_come_back_dequantised(ops: Ops, form: str) -> None:
+    weight = make_weight(form, 101, 40)
+    ids = torch.tensor([0, 100, 31, 32, 0], dtype=torch.int32)
+    rows = ops.quantized_vocabulary(weight).rows
+    torch.testing.assert_close(rows(ids), weight.dequantize()[ids], rtol=1e-6, atol=1e-8)
+    with pytest.raises(IndexError):
+        rows(torch.tensor([101]))
+
+
+def test_every_row_meets_the_weight_of_its_group(ops: Ops) -> None:
+    weights = [make_weight("Q4_1", 50, 40, seed) for seed in range(4)]
+    grouped = ops.grouped_quantized_linear(weights)
+    assert isinstance(grouped, GroupedLinear)
+    x = torch.randn(9, 40)
+    y = grouped(x, torch.tensor([3, 0, 5, 1]))
+    plain = torch.stack([weights[group].dequantize() for group in (0, 0, 0, 2, 2, 2, 2, 2, 3)])
+    torch.testing.assert_close(y, (plain @ x[:, :, None])[:, :, 0], rtol=0, atol=tolerance(40))
+
+
+@settings(deadline=None)
+@given(st.sampled_from(list(FORMS)), st.integers(1, 300), st.integers(0, 300), st.integers(0, 300))
+def test_parts_of_a_weight_are_parts_of_its_numbers(form: str, size: int, a: int, b: int) -> None:
+    weight = make_weight(form, 6, size)
+    start, stop = sorted((a % (size + 1), b % (size + 1)))
+    part = weight.columns(start, stop)
+    if part is not None and start < stop:
+        assert torch.equal(part.dequantize(), weight.dequantize()[:, start:stop])
+    one_group = weight.scale.shape[1] == 1
+    assert part is not None or not one_group
+    assert torch.equal(weight.rows(slice(2, 5)).dequantize(), weight.dequantize()[2:5])
+    assert torch.equal(weight.padded(9).dequantize()[:6], weight.dequantize())
+    assert not weight.padded(9).dequantize()[6:].any()
+
+
+def test_weights_of_different_forms_go_side_by_side_if_their_groups_are_alike() -> None:
+    mixed = [make_weight("Q4_1", 5, 64), make_weight("Q8_0", 3, 64)]
+    fused = concat_rows(mixed)
+    assert fused is not None
+    assert torch.equal(fused.dequantize(), torch.cat([part.dequantize() for part in mixed]))
+    assert concat_rows([*mixed, make_weight("AWQ", 2, 64)]) is None
