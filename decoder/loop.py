@@ -207,6 +207,7 @@ class DecodeLoop:
             self._counters.num_stale_messages += 1
             return
         entry.request.token_ids.extend(message.token_ids)
+        entry.request.draft_token_ids = list(message.draft_token_ids)
         entry.request.state = RequestState.WAITING_FOR_REMOTE_KV
         if entry.arrived:
             self._start(entry)

@@ -31,7 +31,7 @@ class ColocatedEngine:
         config = model.config
         # NOTE: NaN, so that whatever reads a block that nobody wrote shows in the tokens.
         k_caches, v_caches = (
-            [torch.full(shape, torch.nan) for _ in range(config.num_layers)]
+            [torch.full(shape, torch.nan) for _ in range(config.num_kv_layers)]
             for shape in kv_layout(config, block_size).shapes(num_blocks + ops.num_spare_blocks)
         )
         self.block_manager = BlockManager(num_blocks, block_size)

@@ -19,6 +19,9 @@ int4:   rounded at load, a scale and an offset for 32 inputs; the vocabulary as 
 native: as a quantised checkpoint holds them, so exactly; what it holds in float stays in float.
 """
 
+Speculation = Literal["none", "ngram", "mtp"]
+"""Where drafts come from: nowhere, earlier places in the text, or the model's own MTP layer."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeConfig:
@@ -129,7 +132,9 @@ class ModelConfig:
     window_layers: frozenset[int] = frozenset()
     """Layers that attend with the window; the others see all keys."""
     num_mtp_layers: Annotated[int, Ge(0)] = 0
-    """Layers after the last that predict tokens further ahead."""
+    """Layers after the last that predict tokens further ahead, in the files."""
+    drafts_with_mtp: bool = False
+    """Whether the first of these is used."""
     bos_token_id: int | None = None
     """Put before a prompt by tokenizers that do."""
     eos_token_ids: frozenset[int] = frozenset()
@@ -140,6 +145,11 @@ class ModelConfig:
     def window(self, layer_idx: int) -> int:
         """The window of a layer, as `Ops.paged_attention` takes it."""
         return self.sliding_window if layer_idx in self.window_layers else 0
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers with a KV cache."""
+        return self.num_layers + self.drafts_with_mtp
 
     @property
     def rotary_dim(self) -> int:

@@ -17,7 +17,7 @@ def kv_layout(config: ModelConfig, block_size: int, parallel: Parallel | None = 
     )
     return KVLayout(
         dtype="float32",
-        num_layers=config.num_layers,
+        num_layers=config.num_kv_layers,
         num_kv_heads=num_heads,
         head_dim=config.head_dim,
         block_size=block_size,

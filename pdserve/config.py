@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le, Len
 
 from decoder.config import DecoderConfig
-from engine.config import Quantization
+from engine.config import Quantization, Speculation
 from engine.worker.config import WorkerConfig
 from kvtransfer.config import KVTransferConfig
 from kvtransfer.tiers.config import TierConfig
@@ -87,6 +87,10 @@ class ServiceConfig:
     """Backend of the device operations."""
     quantization: Quantization = "none"
     """Weights: none in float; int8, int4 rounded at load; native as a quantised model has them."""
+    speculation: Speculation = "none"
+    """Where drafts of tokens come from: none, ngram (earlier text), mtp (DeepSeek's MTP layer)."""
+    num_draft_tokens: Annotated[int, Ge(1), Le(7)] = 3
+    """Drafts that a decode step verifies per request, with speculation."""
     transport: Literal["auto", "memory", "mooncake", "hccl"] = "auto"
     """How KV travels from prefiller to decoder."""
     lease_s: Annotated[float, Gt(0)] = 4.0
@@ -167,6 +171,8 @@ def worker_configs(
     `cores_folder` is where workers that share a machine find each other.
     """
 
+    num_drafts = 0 if config.speculation == "none" else config.num_draft_tokens
+
     def common(role: PrefillerConfig | DecoderConfig, num_batched: int) -> dict[str, Any]:
         return {
             "engine_id": "",
@@ -184,16 +190,19 @@ def worker_configs(
             "cores_folder": cores_folder,
             "ops_backend": config.ops,
             "quantization": config.quantization,
+            "speculation": config.speculation,
+            "num_draft_tokens": num_drafts,
             "lease_s": config.lease_s,
             "transfer": config.transfer,
             "tiers": config.tiers,
         }
 
     prefiller, decoder = config.prefiller, config.decoder
+    num_decode_tokens = decoder.max_num_seqs * (1 + num_drafts)
     return (
         WorkerConfig(**common(prefiller, prefiller.max_num_batched_tokens)),
         WorkerConfig(
-            **common(decoder, decoder.max_num_seqs + decoder.max_prefill_tokens),
+            **common(decoder, num_decode_tokens + decoder.max_prefill_tokens),
             max_prefill_tokens=decoder.max_prefill_tokens,
             graph_mode=decoder.graph_mode,
         ),

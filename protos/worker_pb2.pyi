@@ -459,19 +459,25 @@ class Activate(_message.Message):
 
     KEY_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    DRAFT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def key(self) -> Global___RequestKey: ...
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def draft_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """as in the prefiller's output"""
+
     def __init__(
         self,
         *,
         key: Global___RequestKey | None = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        draft_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_token_ids", b"draft_token_ids", "key", b"key", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -721,6 +727,7 @@ class TokenOutput(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    DRAFT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     output_index: _builtins.int
     """position of the first of token_ids among the request's outputs"""
@@ -745,6 +752,10 @@ class TokenOutput(_message.Message):
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogprobList]:
         """with the first token; entry i is for prompt token i + 1, its own first"""
 
+    @_builtins.property
+    def draft_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """a prefiller's guesses of what comes next; see engine/speculation.py"""
+
     def __init__(
         self,
         *,
@@ -756,11 +767,12 @@ class TokenOutput(_message.Message):
         finish_reason: Global___FinishReason.ValueType = ...,
         num_cached_tokens: _builtins.int = ...,
         prompt_logprobs: _abc.Iterable[Global___LogprobList] | None = ...,
+        draft_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         error: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "finish_reason", b"finish_reason", "key", b"key", "logprobs", b"logprobs", "num_cached_tokens", b"num_cached_tokens", "output_index", b"output_index", "prompt_logprobs", b"prompt_logprobs", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_token_ids", b"draft_token_ids", "error", b"error", "finish_reason", b"finish_reason", "key", b"key", "logprobs", b"logprobs", "num_cached_tokens", b"num_cached_tokens", "output_index", b"output_index", "prompt_logprobs", b"prompt_logprobs", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -995,6 +1007,9 @@ class WorkerStats(_message.Message):
     NUM_GRAPH_REPLAYS_FIELD_NUMBER: _builtins.int
     NUM_GRAPH_RECOMPILES_FIELD_NUMBER: _builtins.int
     EAGER_STEPS_FIELD_NUMBER: _builtins.int
+    NUM_DRAFT_STEPS_FIELD_NUMBER: _builtins.int
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     TIERS_FIELD_NUMBER: _builtins.int
     NUM_PROMOTED_BLOCKS_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
@@ -1026,6 +1041,11 @@ class WorkerStats(_message.Message):
     """decode steps that replayed a captured graph"""
     num_graph_recompiles: _builtins.int
     """while serving: stays 0"""
+    num_draft_steps: _builtins.int
+    """times that drafts of a request were computed"""
+    num_draft_tokens: _builtins.int
+    num_accepted_tokens: _builtins.int
+    """drafts that were right"""
     num_promoted_blocks: _builtins.int
     """fetched from a tier into the KV cache"""
     @_builtins.property
@@ -1067,12 +1087,15 @@ class WorkerStats(_message.Message):
         num_graph_replays: _builtins.int = ...,
         num_graph_recompiles: _builtins.int = ...,
         eager_steps: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        num_draft_steps: _builtins.int = ...,
+        num_draft_tokens: _builtins.int = ...,
+        num_accepted_tokens: _builtins.int = ...,
         tiers: _abc.Iterable[Global___TierStats] | None = ...,
         num_promoted_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["eager_steps", b"eager_steps", "engine_id", b"engine_id", "failures", b"failures", "incarnation", b"incarnation", "num_blocks", b"num_blocks", "num_computed_tokens", b"num_computed_tokens", "num_expired_leases", b"num_expired_leases", "num_free_blocks", b"num_free_blocks", "num_generated_tokens", b"num_generated_tokens", "num_graph_recompiles", b"num_graph_recompiles", "num_graph_replays", b"num_graph_replays", "num_held_blocks", b"num_held_blocks", "num_leases", b"num_leases", "num_pending_tokens", b"num_pending_tokens", "num_preemptions", b"num_preemptions", "num_promoted_blocks", b"num_promoted_blocks", "num_prompt_tokens", b"num_prompt_tokens", "num_quarantined_blocks", b"num_quarantined_blocks", "num_running", b"num_running", "num_stale_messages", b"num_stale_messages", "num_waiting", b"num_waiting", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "role", b"role", "tiers", b"tiers", "transfers", b"transfers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["eager_steps", b"eager_steps", "engine_id", b"engine_id", "failures", b"failures", "incarnation", b"incarnation", "num_accepted_tokens", b"num_accepted_tokens", "num_blocks", b"num_blocks", "num_computed_tokens", b"num_computed_tokens", "num_draft_steps", b"num_draft_steps", "num_draft_tokens", b"num_draft_tokens", "num_expired_leases", b"num_expired_leases", "num_free_blocks", b"num_free_blocks", "num_generated_tokens", b"num_generated_tokens", "num_graph_recompiles", b"num_graph_recompiles", "num_graph_replays", b"num_graph_replays", "num_held_blocks", b"num_held_blocks", "num_leases", b"num_leases", "num_pending_tokens", b"num_pending_tokens", "num_preemptions", b"num_preemptions", "num_promoted_blocks", b"num_promoted_blocks", "num_prompt_tokens", b"num_prompt_tokens", "num_quarantined_blocks", b"num_quarantined_blocks", "num_running", b"num_running", "num_stale_messages", b"num_stale_messages", "num_waiting", b"num_waiting", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "role", b"role", "tiers", b"tiers", "transfers", b"transfers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

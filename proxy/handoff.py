@@ -188,7 +188,11 @@ class Handoff:
             if first.finish_reason is not None:
                 return
             journey.progress.phase = Phase.TRANSFER
-            activate = worker_pb2.Activate(key=reservation.proto_key(), token_ids=first.token_ids)
+            activate = worker_pb2.Activate(
+                key=reservation.proto_key(),
+                token_ids=first.token_ids,
+                draft_token_ids=first.draft_token_ids,
+            )
             reservation.send(worker_pb2.ProxyMessage(activate=activate))
             timeout_s = self._config.token_timeout_s
             async with aclosing(
@@ -314,6 +318,7 @@ class Handoff:
             token_ids=new_ids,
             logprobs=_logprobs(output, num_known),
             prompt_logprobs=_prompt_logprobs(output) if is_first else None,
+            draft_token_ids=output.draft_token_ids,
             num_cached_tokens=output.num_cached_tokens if is_first else None,
             finish_reason=finish_reason,
         )

@@ -59,6 +59,17 @@ _COUNTERS: tuple[tuple[str, str, Callable[[worker_pb2.WorkerStats], float]], ...
         lambda s: s.prefix_cache_queries,
     ),
     ("vllm:prefix_cache_hits", "Tokens found in the prefix cache", lambda s: s.prefix_cache_hits),
+    (
+        "vllm:spec_decode_num_drafts",
+        "Times that drafts of a request were computed",
+        lambda s: s.num_draft_steps,
+    ),
+    ("vllm:spec_decode_num_draft_tokens", "Draft tokens", lambda s: s.num_draft_tokens),
+    (
+        "vllm:spec_decode_num_accepted_tokens",
+        "Draft tokens that were right",
+        lambda s: s.num_accepted_tokens,
+    ),
     ("pdserve_stale_messages", "Messages for ended attempts", lambda s: s.num_stale_messages),
     ("pdserve_expired_leases", "Leases that ran out", lambda s: s.num_expired_leases),
     ("pdserve_graph_replays", "Decode steps replayed from a graph", lambda s: s.num_graph_replays),

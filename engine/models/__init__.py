@@ -8,8 +8,9 @@ from engine.architectures import Architecture
 from engine.batch import KVBatch
 from engine.config import ModelConfig
 from engine.layers.attention import OnLayer
-from engine.models.decoder import BuildLayer, DecoderForCausalLM
+from engine.models.decoder import DecoderForCausalLM
 from engine.models.deepseek_v3 import deepseek_layer
+from engine.models.layer import BuildLayer
 from engine.models.llama import llama_layer
 from engine.models.mixtral import mixtral_layer
 from engine.models.qwen2 import qwen2_layer

@@ -5,6 +5,7 @@ from engine.config import ModelConfig, MoEConfig
 from engine.errors import UnsupportedModel, WeightsError
 from engine.models.deepseek_config import (
     DEEPSEEK,
+    num_mtp_layers,
     parse_deepseek_moe_config,
     parse_mla_config,
 )
@@ -67,7 +68,7 @@ def parse_model_config(config: Json, generation: Json | None = None) -> ModelCon
         sliding_window=window,
         window_layers=window_layers,
         mla=mla,
-        num_mtp_layers=int(config.get("num_nextn_predict_layers") or 0),
+        num_mtp_layers=num_mtp_layers(config) if architecture in DEEPSEEK else 0,
         bos_token_id=config.get("bos_token_id"),
         eos_token_ids=_token_ids(config) | _token_ids(generation),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),

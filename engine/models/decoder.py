@@ -3,66 +3,21 @@
 A family's file says what its layer is made of, as a `BuildLayer`; nothing else differs.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from torch import Tensor, nn
 
 from engine.batch import KVBatch
 from engine.config import ModelConfig
-from engine.layers.attention import Attention, OnLayer
+from engine.layers.attention import OnLayer
 from engine.layers.embedding import Embedding, LMHead
-from engine.layers.mla import MLAttention
-from engine.layers.mlp import GatedMLP
-from engine.layers.moe import MoE
 from engine.layers.norm import RMSNorm
 from engine.layers.rotary import RotaryEmbedding
 from engine.layers.rows import rows_of
+from engine.models.layer import BuildLayer
+from engine.models.mtp import MTPLayer
 from engine.parallel import Parallel
 from kernels.ops import Ops
-
-
-class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), with the sum carried as `residual`."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        ops: Ops,
-        *,
-        self_attn: Attention | MLAttention,
-        mlp: GatedMLP | MoE,
-    ) -> None:
-        super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(size, eps, name="input_layernorm", ops=ops)
-        self.self_attn = self_attn
-        self.post_attention_layernorm = RMSNorm(size, eps, name="post_attention_layernorm", ops=ops)
-        self.mlp = mlp
-
-    def forward(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        rotary: tuple[Tensor, Tensor],
-        kv: KVBatch,
-        on_layer: OnLayer | None,
-    ) -> tuple[Tensor, Tensor]:
-        """x, residual: [T, hidden_size]; x is what the last layer adds. -> the same of this one.
-
-        Rows are as engine.layers.rows says: all of them, or this rank's.
-        """
-        if residual is None:
-            x, residual = self.input_layernorm(x), x
-        else:
-            x, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn(x, rotary, kv, on_layer)
-        x, residual = self.post_attention_layernorm.add(x, residual)
-        return self.mlp(x), residual
-
-
-BuildLayer = Callable[[ModelConfig, int, Ops, Parallel], DecoderLayer]
-"""A family: makes this rank's part of layer i of a model of its config."""
 
 
 class Decoder(nn.Module):
@@ -84,6 +39,12 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(
             build_layer(config, layer_idx, ops, parallel) for layer_idx in range(config.num_layers)
         )
+        self._main_layers = list(self.layers)
+        self._mtp: MTPLayer | None = None
+        if config.drafts_with_mtp:
+            layer = build_layer(config, config.num_layers, ops, parallel)
+            self._mtp = MTPLayer(config, ops, layer)
+            self.layers.append(self._mtp)
         self.norm = RMSNorm(size, config.rms_norm_eps, name="norm", ops=ops)
 
     def forward(
@@ -95,11 +56,28 @@ class Decoder(nn.Module):
         kv = replace(kv, slot_mapping=slots)
         x: Tensor = self.embed_tokens(input_ids)
         residual: Tensor | None = None
-        for layer in self.layers:
+        for layer in self._main_layers:
             x, residual = layer(x, residual, rotary, kv, on_layer)
         assert residual is not None, "a model has layers"
         x, _ = self.norm.add(x, residual)
         return self._rows.gather(x, len(input_ids))
+
+    def draft(
+        self,
+        next_ids: Tensor,
+        positions: Tensor,
+        hidden: Tensor,
+        kv: KVBatch,
+        on_layer: OnLayer | None,
+    ) -> Tensor:
+        """The MTP layer on `forward`'s states of tokens, and the tokens after them."""
+        assert self._mtp is not None, "the model has no MTP layer"
+        slots = self._ops.slot_index(kv.slot_mapping, kv.k_caches[0], kv.v_caches[0])
+        kv = replace(kv, slot_mapping=slots)
+        states: Tensor = self._mtp(
+            self.embed_tokens(next_ids), hidden, self.rotary_emb(positions), kv, on_layer
+        )
+        return states
 
 
 class DecoderForCausalLM(nn.Module):
@@ -123,8 +101,13 @@ class DecoderForCausalLM(nn.Module):
     @property
     def unused_prefixes(self) -> tuple[str, ...]:
         """What the names of weights start with that a checkpoint may hold and nobody reads."""
-        first = self.config.num_layers
-        return tuple(f"model.layers.{i}." for i in range(first, first + self.config.num_mtp_layers))
+        config = self.config
+        after = config.num_layers + config.num_mtp_layers
+        unused = tuple(f"model.layers.{i}." for i in range(config.num_kv_layers, after))
+        if config.drafts_with_mtp:  # copies of the model's own
+            mtp = f"model.layers.{config.num_layers}."
+            unused += (f"{mtp}embed_tokens.", f"{mtp}shared_head.head.")
+        return unused
 
     def forward(
         self,
@@ -136,6 +119,22 @@ class DecoderForCausalLM(nn.Module):
         """input_ids, positions: [T] -> hidden [T, hidden_size]; writes this step's KV."""
         hidden: Tensor = self.model(input_ids, positions, kv, on_layer)
         return hidden
+
+    def draft(
+        self,
+        next_ids: Tensor,
+        positions: Tensor,
+        hidden: Tensor,
+        kv: KVBatch,
+        on_layer: OnLayer | None = None,
+    ) -> Tensor:
+        """States [T, hidden_size] that `logits` turns into those of the token after the next.
+
+        next_ids: [T], the token after each position; hidden: [T, hidden_size], of `forward` or, for
+        a token further ahead, of `draft`. Writes the KV of the MTP layer.
+        """
+        states: Tensor = self.model.draft(next_ids, positions, hidden, kv, on_layer)
+        return states
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [R, hidden_size] -> [R, vocab_size]."""

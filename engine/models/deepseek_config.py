@@ -51,7 +51,7 @@ def parse_deepseek_moe_config(config: Json, architecture: Architecture) -> MoECo
         int(config.get("first_k_dense_replace") or 0),
         int(config.get("moe_layer_freq") or 1),
     )
-    num_layers = read_int(config, "num_hidden_layers")
+    num_layers = read_int(config, "num_hidden_layers") + num_mtp_layers(config)
     return MoEConfig(
         num_experts=num_experts,
         num_experts_per_tok=gating.num_experts_per_tok,
@@ -62,6 +62,11 @@ def parse_deepseek_moe_config(config: Json, architecture: Architecture) -> MoECo
         has_correction_bias=is_v3,
         shared_intermediate_size=width * int(config.get("n_shared_experts") or 0),
     )
+
+
+def num_mtp_layers(config: Json) -> int:
+    """Layers after the last that predict tokens further ahead; they are sparse."""
+    return int(config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0)
 
 
 def _v2_gating(config: Json) -> Gating:

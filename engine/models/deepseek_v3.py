@@ -9,7 +9,7 @@ from engine.config import ModelConfig
 from engine.layers.mla import MLAttention
 from engine.layers.mlp import GatedMLP
 from engine.layers.moe import MoE
-from engine.models.decoder import DecoderLayer
+from engine.models.layer import DecoderLayer
 from engine.parallel import Parallel
 from kernels.ops import Ops
 

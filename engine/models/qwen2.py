@@ -6,7 +6,7 @@ Source: arXiv 2407.10671, 2412.15115.
 from engine.config import ModelConfig
 from engine.layers.attention import Attention
 from engine.layers.mlp import GatedMLP
-from engine.models.decoder import DecoderLayer
+from engine.models.layer import DecoderLayer
 from engine.parallel import Parallel
 from kernels.ops import Ops
 

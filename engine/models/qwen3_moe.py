@@ -5,7 +5,7 @@ Source: arXiv 2505.09388.
 
 from engine.config import ModelConfig
 from engine.layers.moe import MoE
-from engine.models.decoder import DecoderLayer
+from engine.models.layer import DecoderLayer
 from engine.models.qwen3 import qwen3_attention, qwen3_layer
 from engine.parallel import Parallel
 from kernels.ops import Ops

@@ -1,7 +1,7 @@
 """From a worker's configuration to its engine: weights, KV cache, scheduler, runner, sampler."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -9,11 +9,14 @@ from engine.block_manager import BlockManager
 from engine.config import ModelConfig
 from engine.grammar import Grammars
 from engine.kv_layout import kv_layout
-from engine.models import CausalLM, build_model
+from engine.models import build_model
+from engine.models.decoder import DecoderForCausalLM
+from engine.mtp import MTPDrafter
+from engine.ngram import NgramDrafter
 from engine.prefix_tiers import PrefixTiers
 from engine.runner import ForwardMemory, MakeForward, Runner
 from engine.scheduler import Scheduler, SchedulerConfig
-from engine.speculation import Verifier
+from engine.speculation import Drafter, Verifier
 from engine.weights import load_model_config, load_weights
 from engine.weights.fingerprint import fingerprint
 from engine.weights.vocabulary import load_vocabulary
@@ -65,6 +68,8 @@ def build_engine(
     """
     config = start.config
     model_config = load_model_config(Path(config.model_path))
+    if config.speculation == "mtp":
+        model_config = _with_mtp(model_config)
     layout = kv_layout(model_config, config.block_size)
     num_blocks = config.num_blocks or config.kv_cache_bytes // layout.block_bytes_all_layers
     if num_blocks < 1:
@@ -91,6 +96,7 @@ def build_engine(
             max_prefill_tokens=config.max_prefill_tokens,
             max_num_waiting=config.max_num_waiting,
             max_model_len=max_model_len,
+            num_draft_tokens=config.num_draft_tokens,
             prefill_only=role == worker_pb2.ROLE_PREFILLER,
         ),
         blocks,
@@ -119,7 +125,8 @@ def build_engine(
         partial(load_vocabulary, Path(config.model_path)), model_config.vocab_size, eos_token_ids
     )
     verifier = Verifier(scheduler, model_config.vocab_size, eos_token_ids, grammars.next_masks)
-    steps = StepRunner(runner, verifier, grammars, counters, cores)
+    drafter = _drafter(config, model, scheduler, memory)
+    steps = StepRunner(runner, verifier, grammars, counters, cores, drafter)
     return Engine(hello, memory, blocks, scheduler, steps, counters, cores, grammars, tiers)
 
 
@@ -140,6 +147,21 @@ def _open_tiers(
     )
 
 
+def _with_mtp(model_config: ModelConfig) -> ModelConfig:
+    if not model_config.num_mtp_layers:
+        raise ValueError("speculation is mtp, but the model has no MTP layer: use ngram or none")
+    return replace(model_config, drafts_with_mtp=True)
+
+
+def _drafter(
+    config: WorkerConfig, model: DecoderForCausalLM, scheduler: Scheduler, memory: KVMemory
+) -> Drafter | None:
+    if config.speculation == "mtp":
+        caches = (memory.k_caches, memory.v_caches)
+        return MTPDrafter(model, scheduler, *caches, config.block_size)
+    return NgramDrafter(scheduler) if config.speculation == "ngram" else None
+
+
 def _join_cores(config: WorkerConfig) -> CoreShares | None:
     if not config.cores_folder:
         return None
@@ -150,7 +172,7 @@ def _join_cores(config: WorkerConfig) -> CoreShares | None:
 
 def _load_model(
     config: WorkerConfig, model_config: ModelConfig, ops: Ops, report: Report
-) -> CausalLM:
+) -> DecoderForCausalLM:
     model = build_model(model_config, ops)
     report("loading weights", 0.0)
 

@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict, dataclass, field
 
-from engine.config import Quantization
+from engine.config import Quantization, Speculation
 from kvtransfer.config import KVTransferConfig
 from kvtransfer.tiers.config import TierConfig
 
@@ -50,6 +50,10 @@ class WorkerConfig:
     """How a decoder runs its batches; see decoder.graph."""
     quantization: Quantization = "none"
     """Of the weights, at load. Peers must agree: their KV would differ."""
+    speculation: Speculation = "none"
+    """Where drafts come from. Peers must agree on mtp: its layer has a KV cache of its own."""
+    num_draft_tokens: int = 0
+    """Drafts of a request in a step; 0 without speculation."""
     lease_s: float = 4.0
     """A request that its proxy does not renew for this long is aborted."""
     transfer: KVTransferConfig = field(default_factory=KVTransferConfig)

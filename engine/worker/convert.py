@@ -3,7 +3,7 @@
 import time
 
 from engine.logprobs import TokenLogprobs
-from engine.request import FinishReason, Request, RequestKey, SamplingParams
+from engine.request import FinishReason, Request, RequestKey, RequestState, SamplingParams
 from kvtransfer.layout import KVLayout
 from protos import worker_pb2
 
@@ -93,14 +93,19 @@ def logprobs_to_proto(
 def output_to_proto(
     request: Request, token_ids: list[int], logprobs: list[TokenLogprobs]
 ) -> worker_pb2.TokenOutput:
-    """The newest tokens of a request; `token_ids` are the last ones of its outputs."""
+    """The newest tokens of a request; `token_ids` are the last ones of its outputs.
+
+    The drafts go along where another worker goes on with the request.
+    """
     own, top = logprobs_to_proto(logprobs)
+    leaves = request.state is RequestState.SENDING
     output = worker_pb2.TokenOutput(
         key=key_to_proto(request.key),
         output_index=request.num_output_tokens - len(token_ids),
         token_ids=token_ids,
         logprobs=own,
         top_logprobs=top,
+        draft_token_ids=request.draft_token_ids if leaves else (),
         finish_reason=_FINISH_REASONS[request.finish_reason],
         num_cached_tokens=request.num_cached_tokens,
     )

@@ -66,4 +66,7 @@ def build_stats(
         num_graph_replays=counters.forward.num_replays,
         num_graph_recompiles=counters.forward.num_recompiles,
         eager_steps=dict(counters.forward.eager),
+        num_draft_steps=counters.drafts.num_steps,
+        num_draft_tokens=counters.drafts.num_drafts,
+        num_accepted_tokens=counters.drafts.num_accepted,
     )

@@ -58,7 +58,7 @@ class PoisonedCache:
         config = model.config
         self.block_size = block_size
         self.k_caches, self.v_caches = (
-            [torch.full(shape, torch.nan) for _ in range(config.num_layers)]
+            [torch.full(shape, torch.nan) for _ in range(config.num_kv_layers)]
             for shape in kv_layout(config, block_size, parallel).shapes(num_blocks)
         )
         generator = torch.Generator().manual_seed(seed)

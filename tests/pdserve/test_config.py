@@ -54,7 +54,7 @@ def test_defaults_are_valid_and_serve_the_packaged_model_on_loopback() -> None:
         ("decoder=3", "decoder: 3 is not allowed: a section of `key: value` lines"),
         (
             "transport=tcp",
-            "transport: \"tcp\" is not allowed: one of 'auto', 'memory' or 'mooncake'",
+            "transport: \"tcp\" is not allowed: one of 'auto', 'memory', 'mooncake' or 'hccl'",
         ),
         (
             "decoder.kv_cache_bytes=1Gx",
@@ -183,6 +183,14 @@ def test_a_file_that_is_no_mapping_is_refused_with_its_name(tmp_path: Path, text
         load_config(path)
 
 
+def test_a_decode_step_has_room_for_every_draft() -> None:
+    config = resolve(load("speculation=ngram", "num_draft_tokens=2", "decoder.max_num_seqs=10"), 2)
+    for worker in worker_configs(config, model_path="/m", token="t"):
+        assert (worker.speculation, worker.num_draft_tokens) == ("ngram", 2)
+    _, decoder = worker_configs(config, model_path="/m", token="t")
+    assert decoder.max_num_batched_tokens == 10 * 3 + config.decoder.max_prefill_tokens
+
+
 def test_what_is_stated_once_reaches_every_process() -> None:
     config = resolve(
         load("transport=mooncake", "block_size=16", "served_model_name=m", "quantization=int8"), 2
@@ -192,6 +200,7 @@ def test_what_is_stated_once_reaches_every_process() -> None:
         assert worker.transfer.transport == "mooncake"
         assert (worker.block_size, worker.model_name, worker.cluster_token) == (16, "m", "t")
         assert worker.quantization == "int8"
+        assert (worker.speculation, worker.num_draft_tokens) == ("none", 0)
     assert decoder.max_num_batched_tokens == 128
     proxy = proxy_config(config, model_path="/m", controller_address="a:1", token="t")
     assert (proxy.served_model_names, proxy.cluster_token) == (("m",), "t")
