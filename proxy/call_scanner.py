@@ -1,8 +1,9 @@
 """Incremental reading of one JSON value, and of an object {"name": ..., "arguments": ...}."""
 
 import enum
-import json
 from collections.abc import Sequence
+
+import orjson
 
 _BLANKS = " \t\n\r"
 
@@ -143,7 +144,7 @@ class CallScanner:
 
 def _string(text: str) -> str | None:
     try:
-        value = json.loads(text)
-    except ValueError:
+        value = orjson.loads(text)
+    except orjson.JSONDecodeError:
         return None
     return value if isinstance(value, str) else None

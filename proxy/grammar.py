@@ -13,6 +13,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
@@ -205,8 +206,8 @@ def _rule(param: str, rules: str) -> Constraint:
 def _json(schema: object, param: str) -> Constraint:
     if isinstance(schema, str):
         try:
-            schema = json.loads(schema)
-        except (ValueError, RecursionError) as error:
+            schema = orjson.loads(schema)
+        except orjson.JSONDecodeError as error:
             raise InvalidRequest(f"{param} is not JSON: {error}", param=param) from None
     if not isinstance(schema, dict):
         raise InvalidRequest(f"{param} must be a JSON schema, an object", param=param)

@@ -4,9 +4,10 @@ Every parser works character by character on a buffer of what is undecided, so t
 depend on how the text was cut. What was returned is never taken back.
 """
 
-import json
 import secrets
 from dataclasses import dataclass, field
+
+import orjson
 
 from proxy.call_scanner import CallScanner, ValueScanner
 from proxy.tool_formats import (
@@ -362,6 +363,6 @@ def _safe_length(text: str, markers: tuple[str, ...]) -> int:
 def parse_arguments(text: str) -> object:
     """Arguments as chat templates expect them: an object if they are one, else their text."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
         return text

@@ -1,7 +1,8 @@
 """Messages of the public gRPC interface to bodies of the HTTP API, and results to messages."""
 
-import json
 from typing import Any
+
+import orjson
 
 from protos import inference_pb2
 from proxy.choice import Delta, TextLogprob
@@ -80,8 +81,8 @@ def conversation_body(request: inference_pb2.ChatRequest) -> dict[str, Any]:
 
 def _json(text: str, param: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError as error:
         raise InvalidRequest(f"{param} is not JSON: {error}", param=param) from None
 
 

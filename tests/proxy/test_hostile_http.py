@@ -85,6 +85,12 @@ BODIES: dict[str, tuple[str, str, tuple[int, ...]]] = {
     "deep kwargs": (CHAT, chat(f'"chat_template_kwargs":{{"x":{nested(DEEP)}}}'), (200, 400)),
     "deep arguments": (CHAT, called(nested(DEEP)), (200, 400)),
     "deep arguments text": (CHAT, called(json.dumps("[" * 200_000)), (200, 400)),
+    "surrogate in arguments text": (CHAT, called(json.dumps('{"a":"\\ud800"}')), (200,)),
+    "surrogate in a schema text": (
+        TEXT,
+        json.dumps({"prompt": "a", "guided_json": '{"const":"\\ud800"}'}),
+        (400,),
+    ),
     "arguments of nan": (CHAT, called('"{\\"a\\": NaN}"'), (200, 400)),
     "huge number in arguments": (CHAT, called(json.dumps("9" * 10_000)), (200, 400)),
     "kwargs over the template's names": (

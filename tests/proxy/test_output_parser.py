@@ -165,6 +165,18 @@ def test_calls_beyond_the_limit_are_dropped() -> None:
     assert parsed.content == ""
 
 
+@pytest.mark.parametrize("text", ['"\\ud800"', '"a\\udfff\\ud800"'])
+def test_half_characters_in_a_call_never_reach_a_reply(text: str) -> None:
+    for call in (
+        f'{{"name": {text}, "arguments": {{}}}}',
+        f'{{"name": "now", "arguments": {text}}}',
+    ):
+        reasoning, content, calls = parse(
+            f"<tool_call>\n{call}\n</tool_call>", [], tool_format="hermes"
+        )
+        "".join([reasoning, content, *itertools.chain(*calls)]).encode()
+
+
 def test_a_scanner_says_how_much_it_took() -> None:
     scanner = CallScanner(("arguments",))
     assert scanner.feed('{"name": "a", "arguments": 5, "x": true} rest') == 40
