@@ -47,7 +47,7 @@ class TorchairSettings:
     """What the compiler is told. Defaults suit inference on static shapes."""
 
     frozen_parameter: bool = True
-    """Weights do not move: they are not passed with every launch."""
+    """Weights neither move nor change: the Graph Engine may hold them as constants."""
     tiling_schedule_optimize: bool = True
     """Operators are cut into tiles on the device. Decode attention is in BNSD, which allows it."""
     topology_sorting_strategy: str = "StableRDFS"
@@ -174,8 +174,6 @@ class TorchairBackend:
             ge_cache=True,
         )
         arguments = step_arguments(batch)
-        for tensor in (*arguments[-2], *arguments[-1]):
-            torch._dynamo.mark_static_address(tensor, guard=False)
 
         def replay() -> Tensor:
             hidden: Tensor = compiled(*arguments)

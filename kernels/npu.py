@@ -22,6 +22,7 @@ from kernels.ascend.linear import (
     NpuGroupedLinear,
     NpuInt8Linear,
     NpuLinear,
+    frozen,
 )
 from kernels.gating import Gating
 from kernels.ops import GroupedLinear, Linear
@@ -122,7 +123,7 @@ class NpuOps:
 
     def parameter(self, weight: Tensor, *, is_exact: bool = False) -> Tensor:
         """See `Ops.parameter`."""
-        return weight.to(self.device) if is_exact else weight.to(self.device, self.dtype)
+        return frozen(weight.to(self.device, weight.dtype if is_exact else self.dtype))
 
     def moe_gating_topk_softmax(self, router_logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """See `Ops.moe_gating_topk_softmax`."""

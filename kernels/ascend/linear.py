@@ -9,7 +9,7 @@ npu_weight_quant_batchmatmul, npu_dynamic_quant.
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 FRACTAL_NZ = 29
@@ -54,7 +54,7 @@ class NpuInt8Linear:
         self._dtype = dtype
         self._quantizes_activations = quantizes_activations
         self._weight = to_nz(weight.t())
-        self._scale = scale if quantizes_activations else scale.to(dtype)
+        self._scale = frozen(scale if quantizes_activations else scale.to(dtype))
         self._bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class NpuGroupedLinear:
         self.num_groups, self.out_features, self.in_features = weight.shape
         _check_groups(self.num_groups)
         _check_features("grouped linear", self.in_features, self.out_features)
-        self._weight = weight.transpose(1, 2).contiguous()
+        self._weight = frozen(weight.transpose(1, 2).contiguous())
 
     def __call__(self, x: Tensor, group_sizes: Tensor) -> Tensor:
         """x: [R, in_features], sorted by group -> [R, out_features].
@@ -116,8 +116,8 @@ class NpuGroupedInt8Linear:
         self._weight = to_nz(weight.transpose(1, 2))
         # bfloat16 products take scales in bfloat16, float16 products in float32.
         is_wide = quantizes_activations and dtype == torch.float16
-        self._scale = scale.float() if is_wide else scale.to(dtype)
-        self._offset = torch.zeros_like(self._scale)
+        self._scale = frozen(scale.float() if is_wide else scale.to(dtype))
+        self._offset = frozen(torch.zeros_like(self._scale))
 
     def __call__(self, x: Tensor, group_sizes: Tensor) -> Tensor:
         """As NpuGroupedLinear."""
@@ -158,10 +158,15 @@ def group_options(group_sizes: Tensor) -> dict[str, object]:
     }
 
 
+def frozen(weight: Tensor) -> Tensor:
+    """The same memory as a parameter: a compiled graph need not be given its address every time."""
+    return nn.Parameter(weight, requires_grad=False)
+
+
 def to_nz(weight: Tensor) -> Tensor:
     """The weight in FRACTAL_NZ; shape and values stay."""
     cast: Tensor = torch.ops.npu.npu_format_cast(weight.contiguous(), FRACTAL_NZ)
-    return cast
+    return frozen(cast)
 
 
 def _check_groups(num_groups: int) -> None:

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from tests.npu.decode_step import decode_step, static_batch
 from tests.npu.expert_parallel import NUM_SEQS, expert_parallel_model
 from tests.npu.families import CONFIGS, family
 from tests.npu.ge import GEGraph, Node, ge_graph
-from tests.npu.wheel import torchair
+from tests.npu.wheel import loaded, torchair
 
 DOCS = Path(__file__).parents[2] / "docs" / "npu.md"
 NUM_LAYERS = 2
@@ -64,6 +65,25 @@ def test_a_decode_step_converts_whole_and_copies_no_cache(name: str) -> None:
         assert {producer.op for write in writes for producer in graph.producers(write)[:1]} == {
             "RefData"
         }
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_every_weight_is_marked_as_frozen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str] = []
+
+    def note(infos: list[Any]) -> list[int]:
+        found.extend(info.value_type.name for info in infos)
+        return [0] * len(infos)
+
+    monkeypatch.setattr(
+        loaded("torchair._ge_concrete_graph.fx2ge_converter"), "get_frozen_flag", note
+    )
+    graph_of.__wrapped__(name)
+    # What is left are ids, positions, slots, table and lengths; and the caches, which change: the
+    # Graph Engine may take what is frozen for constants.
+    others = [kind for kind in found if kind != "PARAMETER"]
+    assert len(others) == 5 + 2 * NUM_LAYERS
+    assert len(found) - len(others) > 10 * NUM_LAYERS
 
 
 @pytest.mark.parametrize("name", ["qwen3", "deepseek_v3"])

@@ -19,7 +19,8 @@ with warnings.catch_warnings():
 HAS_NPU = bool(torch_npu.npu.is_available())
 
 
-def _loaded(ending: str) -> ModuleType:
+def loaded(ending: str) -> ModuleType:
+    """The module whose name ends so; the wheel has several names for its own."""
     return next(module for name, module in list(sys.modules.items()) if name.endswith(ending))
 
 
@@ -28,7 +29,7 @@ def stop_before_graph_engine(captured: list[bytes]) -> None:
 
     The Graph Engine is the one part that needs CANN. The graphs are serialised ModelDef messages.
     """
-    converter = _loaded("torchair._ge_concrete_graph.fx2ge_converter")
+    converter = loaded("torchair._ge_concrete_graph.fx2ge_converter")
     converter.initialize_graph_engine = lambda *args, **kwargs: None
 
     class Sink(ModuleType):
@@ -37,8 +38,8 @@ def stop_before_graph_engine(captured: list[bytes]) -> None:
         check_cann_compat = staticmethod(lambda *args, **kwargs: "")
 
     converter._torchair = Sink("_torchair")
-    _loaded("torchair._ge_concrete_graph.compat_ir")._torchair = converter._torchair
-    _loaded("torchair.core._backend")._cached_device_id = 0
+    loaded("torchair._ge_concrete_graph.compat_ir")._torchair = converter._torchair
+    loaded("torchair.core._backend")._cached_device_id = 0
     torch_npu.npu.get_device_name = lambda *args: "Ascend910B1"
     torch_npu.npu.current_device = lambda: 0
     torch_npu.npu.device_count = lambda: 16
@@ -46,9 +47,17 @@ def stop_before_graph_engine(captured: list[bytes]) -> None:
 
 def parse_graph(serialized: bytes) -> Any:
     """The GraphDef message in a serialised ModelDef."""
-    messages = _loaded("torchair._ge_concrete_graph.ge_ir_pb2")
+    messages = loaded("torchair._ge_concrete_graph.ge_ir_pb2")
     (graph,) = messages.ModelDef.FromString(serialized).graph
     return graph
 
 
-__all__ = ["HAS_NPU", "parse_graph", "stop_before_graph_engine", "torch", "torch_npu", "torchair"]
+__all__ = [
+    "HAS_NPU",
+    "loaded",
+    "parse_graph",
+    "stop_before_graph_engine",
+    "torch",
+    "torch_npu",
+    "torchair",
+]
