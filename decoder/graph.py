@@ -150,6 +150,8 @@ class GraphRunner:
             return "prompt tokens or drafts in the batch"
         if on_layer is not None:
             return "layers are reported"
+        if batch.has_adapters:
+            return "adapters in the batch"
         return "" if len(batch.input_ids) <= self._sizes[-1] else "batch is too large"
 
 

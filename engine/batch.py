@@ -73,6 +73,8 @@ class Batch:
     kv: KVBatch
     sample_rows: Tensor
     """[R] int32: the last tokens of each sequence that samples, in order; see `Span`."""
+    has_adapters: bool = False
+    """Whether rows are computed with adapters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +174,7 @@ class BatchBuilder:
             positions=torch.from_numpy(positions),
             kv=kv,
             sample_rows=torch.from_numpy(sample_rows),
+            has_adapters=any(span.request.adapter for span in spans),
         )
 
     def _token_ids(self, spans: Sequence[Span], starts: Int32s) -> Int32s:

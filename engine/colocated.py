@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from engine.adapters import Adapters
 from engine.block_manager import BlockManager
 from engine.kv_layout import kv_layout
 from engine.models import CausalLM
@@ -26,6 +27,7 @@ class ColocatedEngine:
         block_size: int,
         scheduler_config: SchedulerConfig,
         make_forward: MakeForward | None = None,
+        adapters: Adapters | None = None,
         make_drafter: Callable[["ColocatedEngine"], Drafter] | None = None,
     ) -> None:
         config = model.config
@@ -43,7 +45,7 @@ class ColocatedEngine:
             max_blocks = -(-scheduler_config.max_model_len // block_size)
             memory = ForwardMemory(k_caches, v_caches, scheduler_config.max_num_seqs, max_blocks)
             forward = make_forward(model, ops, memory)
-        self._runner = Runner(model, k_caches, v_caches, ops, block_size, forward)
+        self._runner = Runner(model, k_caches, v_caches, ops, block_size, forward, adapters)
         self.caches = (k_caches, v_caches)
         self.drafts = DraftCounters()
         self._verifier = Verifier(self.scheduler, config.vocab_size, config.eos_token_ids)

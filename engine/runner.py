@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.adapters import Adapters
 from engine.batch import Batch, BatchBuilder
 from engine.layers.attention import OnLayer
 from engine.logprobs import TokenLogprobs, top_logprobs
@@ -108,11 +109,13 @@ class Runner:
         ops: Ops,
         block_size: int,
         forward: Forward | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
-        """forward: how to run the model; None calls it."""
+        """forward: how to run the model; None calls it. adapters: those of the model, if any."""
         self.ops = ops
         self._model = model
         self._forward: Forward = forward or EagerForward(model)
+        self._adapters = adapters
         self._batches = BatchBuilder(k_caches, v_caches, block_size)
 
     @property
@@ -133,7 +136,11 @@ class Runner:
         """
         assert scheduled, "nothing is scheduled"
         batch = self._batches.build(scheduled)
-        hidden = self._forward(batch, on_layer)
+        if self._adapters is not None and batch.has_adapters:
+            with self._adapters.batch.set(self._adapters.rows_of(scheduled)):
+                hidden = self._forward(batch, on_layer)
+        else:
+            hidden = self._forward(batch, on_layer)
         if len(batch.sample_rows) == len(hidden):
             logits = self._model.logits(hidden).float()
         elif len(batch.sample_rows):

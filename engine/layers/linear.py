@@ -7,6 +7,7 @@ from torch import Tensor
 
 from engine.config import Quantization
 from engine.layers.layer import Shard, WeightedLayer
+from engine.layers.low_rank import LowRankAdditions
 from engine.layers.quantization import pack_linear
 from engine.parallel import Span
 from kernels.ops import Linear, Ops
@@ -42,6 +43,21 @@ class FusedLinear(WeightedLayer):
         self._bias: Tensor | None = torch.empty(out_features) if bias else None
         self._is_quantizable = is_quantizable
         self._linear: Linear | None = None
+        self.additions: LowRankAdditions | None = None
+        """What adapters add; None: the model takes none."""
+
+    @property
+    def in_features(self) -> int:
+        """Inputs that this rank has."""
+        return len(self._in)
+
+    def columns(self) -> dict[str, slice]:
+        """Where each projection is among the outputs."""
+        found, start = {}, 0
+        for name, span in self._parts.items():
+            found[name] = slice(start, start + len(span))
+            start += len(span)
+        return found
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Views of the fused tensors, one per projection."""
@@ -93,4 +109,7 @@ class FusedLinear(WeightedLayer):
     def forward(self, x: Tensor) -> Tensor:
         """x: [T, in_features] -> [T, sum of widths]."""
         assert self._linear is not None, "the weights are not loaded"
-        return self._linear(x)
+        out = self._linear(x)
+        if self.additions is not None:
+            self.additions.add_(x, out)
+        return out

@@ -1,0 +1,193 @@
+"""LoRA adapters: each row as with a model whose weights were merged."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from engine.adapters import Adapters
+from engine.colocated import ColocatedEngine
+from engine.errors import UnsupportedModel, WeightsError
+from engine.models import CausalLM, build_model
+from engine.request import Request
+from engine.scheduler import SchedulerConfig
+from engine.weights import load_model_config, load_weights
+from kernels.ops import Ops, select_ops
+from tests.engine.steps import make_request, random_token_ids
+from tests.engine.test_deepseek import tiny_deepseek
+from tests.engine.test_mistral import tiny
+from tests.engine.tiny import hf_logits, tiny_hf_llama
+
+CONFIG = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=32, max_model_len=200)
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+FAMILIES: dict[str, tuple[Callable[[], PreTrainedModel], tuple[str, ...]]] = {
+    "llama": (tiny_hf_llama, (*ATTENTION, "gate_proj", "up_proj", "down_proj")),
+    "qwen3-moe": (lambda: tiny("qwen3-moe", head_dim=16), ATTENTION),
+    "deepseek-v3": (
+        lambda: tiny_deepseek("v3"),
+        ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def ops() -> Ops:
+    return select_ops("auto")
+
+
+def write_adapter(
+    folder: Path, hf: PreTrainedModel, targets: tuple[str, ...], seed: int, **options: Any
+) -> dict[str, Tensor]:
+    """A PEFT folder with random weights; return what it adds, by the weight's name."""
+    folder.mkdir()
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "target_modules": list(targets)}
+    config |= {"bias": "none", "use_dora": False, "modules_to_save": None} | options
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(seed)
+    tensors, deltas = {}, {}
+    for name, module in hf.named_modules():
+        if name.rpartition(".")[2] in targets and isinstance(module, torch.nn.Linear):
+            out_features, in_features = module.weight.shape
+            a = 0.3 * torch.randn(4, in_features, generator=generator)
+            b = 0.3 * torch.randn(out_features, 4, generator=generator)
+            tensors[f"base_model.model.{name}.lora_A.weight"] = a
+            tensors[f"base_model.model.{name}.lora_B.weight"] = b
+            deltas[name] = (6 / 4**0.5 if options.get("use_rslora") else 6 / 4) * b @ a
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return deltas
+
+
+def load(hf: PreTrainedModel, folder: Path, ops: Ops) -> CausalLM:
+    hf.save_pretrained(folder)
+    model = build_model(load_model_config(folder), ops)
+    load_weights(folder, model)
+    return model
+
+
+def engine(model: CausalLM, ops: Ops, adapters: Adapters) -> ColocatedEngine:
+    return ColocatedEngine(
+        model,
+        ops,
+        num_blocks=60,
+        block_size=8,
+        scheduler_config=CONFIG,
+        adapters=adapters,
+    )
+
+
+def merge(hf: PreTrainedModel, deltas: dict[str, Tensor], sign: int) -> None:
+    with torch.no_grad():
+        for name, delta in deltas.items():
+            hf.get_submodule(name).weight += sign * delta
+
+
+def assert_greedy(hf: PreTrainedModel, request: Request) -> None:
+    start = request.num_prompt_tokens
+    logits = hf_logits(hf, request.token_ids)[start - 1 : -1]
+    output = torch.tensor(request.token_ids[start:])
+    chosen = logits[torch.arange(len(output)), output]
+    assert (logits.amax(dim=-1) - chosen).max() < 1e-3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_adapters_and_the_base_in_one_batch_equal_their_merged_models(
+    family: str, ops: Ops, tmp_path: Path
+) -> None:
+    make, targets = FAMILIES[family]
+    hf = make()
+    adapters = Adapters(model := load(hf, tmp_path / "model", ops))
+    deltas = {"": {}} | {
+        "red": write_adapter(tmp_path / "red", hf, targets, seed=1),
+        "blue": write_adapter(tmp_path / "blue", hf, targets[:2], seed=2, use_rslora=True),
+    }
+    for name in ("red", "blue"):
+        adapters.load(name, tmp_path / name)
+    requests = []
+    for i, length in enumerate((1, 9, 40)):
+        for name in deltas:
+            # The same prompts for all three, so that a prefix shared by mistake would show.
+            request = make_request(random_token_ids(length, seed=i), max_tokens=12, ignore_eos=True)
+            request.request_id, request.adapter = f"{i}-{name}", name
+            request.cache_salt = adapters.identity(name) if name else ""
+            requests.append(request)
+    engine(model, ops, adapters).generate(requests)
+    for name, added in deltas.items():
+        merge(hf, added, 1)
+        for request in requests:
+            if request.adapter == name:
+                assert_greedy(hf, request)
+        merge(hf, added, -1)
+    by_adapter = {name: [r.token_ids for r in requests if r.adapter == name] for name in deltas}
+    assert by_adapter[""] != by_adapter["red"] != by_adapter["blue"]
+
+
+@pytest.fixture
+def llama(ops: Ops, tmp_path: Path) -> tuple[PreTrainedModel, Adapters, Path]:
+    hf = tiny_hf_llama()
+    return hf, Adapters(load(hf, tmp_path / "model", ops)), tmp_path
+
+
+def test_another_adapter_of_the_same_name_has_another_identity(
+    llama: tuple[PreTrainedModel, Adapters, Path],
+) -> None:
+    hf, adapters, folder = llama
+    write_adapter(folder / "one", hf, ("q_proj",), seed=1)
+    write_adapter(folder / "two", hf, ("q_proj",), seed=2)
+    adapters.load("mine", folder / "one")
+    first = adapters.identity("mine")
+    adapters.load("mine", folder / "two")
+    assert adapters.identity("mine") != first
+    adapters.load("mine", folder / "one")
+    assert adapters.identity("mine") == first
+    adapters.unload("mine")
+    with pytest.raises(ValueError, match="adapter 'mine' is not loaded; loaded: none"):
+        adapters.identity("mine")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"use_dora": True}, "use_dora is True in .*, not supported"),
+        ({"bias": "all"}, "bias is 'all'"),
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\]"),
+        ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
+    ],
+)
+def test_an_option_that_changes_the_maths_is_refused(
+    llama: tuple[PreTrainedModel, Adapters, Path], options: dict[str, Any], message: str
+) -> None:
+    hf, adapters, folder = llama
+    write_adapter(folder / "one", hf, ("q_proj",), seed=1, **options)
+    with pytest.raises(UnsupportedModel, match=message):
+        adapters.load("one", folder / "one")
+    assert not adapters.names
+
+
+def test_weights_that_do_not_fit_are_named(llama: tuple[PreTrainedModel, Adapters, Path]) -> None:
+    hf, adapters, folder = llama
+    write_adapter(folder / "one", hf, ("q_proj",), seed=1)
+    path = folder / "one" / "adapter_model.safetensors"
+    good = load_file(path)
+    key = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    for change, error, message in (
+        ({key.format("A"): torch.zeros(4, 63)}, WeightsError, r"is no weight \[64, 64\]"),
+        ({key.format("B"): None}, WeightsError, "but no .*q_proj.lora_B.weight"),
+        (
+            {"base_model.model.lm_head.lora_A.weight": torch.zeros(4, 64)},
+            UnsupportedModel,
+            "lm_head.lora_A.weight .* no projection here takes an adapter",
+        ),
+    ):
+        tensors = good | change
+        save_file({k: v for k, v in tensors.items() if v is not None}, path)
+        with pytest.raises(error, match=message):
+            adapters.load("one", folder / "one")
+    path.write_bytes(b"nothing")
+    with pytest.raises(WeightsError, match="cannot be read"):
+        adapters.load("one", folder / "one")
