@@ -282,6 +282,10 @@ def main() -> None:
     except PdserveError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
+    except OSError as error:  # a full disk, a folder that may not be written
+        logging.getLogger(__name__).debug("failed", exc_info=True)
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
 
 
 def _file(config_file: Path | None) -> Path | None:

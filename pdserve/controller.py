@@ -93,11 +93,15 @@ class Controller:
                     await changed.wait()
 
     def scale(self, desired: dict[Role, int], grace_s: float) -> None:
-        """Change how many workers there should be; a worker that has to go gets `grace_s`."""
-        self.desired |= desired
+        """Change how many workers there should be; a worker that has to go gets `grace_s`.
+
+        Raises: OSError: the numbers cannot be noted; nothing has changed.
+        """
+        wanted = self.desired | desired
         partial = self._desired_path.with_suffix(".partial")
-        partial.write_text(json.dumps(self.desired))
+        partial.write_text(json.dumps(wanted))
         partial.replace(self._desired_path)
+        self.desired = wanted
         self._reconcile(grace_s)
         self._notify()
 
@@ -216,7 +220,11 @@ class _Service(worker_pb2_grpc.ControllerServicer):
             if number > _MAX_REPLICAS:
                 message = f"{role} is {number}: at most {_MAX_REPLICAS}"
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, message)
-        self._controller.scale(desired, request.grace_ms / 1000)
+        try:
+            self._controller.scale(desired, request.grace_ms / 1000)
+        except OSError as error:
+            message = f"the new numbers cannot be noted: {error}"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, message)
         return self._controller.status()
 
     async def _authorize(self, context: _Context) -> None:

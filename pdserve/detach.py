@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from pdserve.client import connect
-from pdserve.display import StartProgress, print_banner, start_progress
+from pdserve.display import StartProgress, command_line, print_banner, start_progress
 from pdserve.errors import StartFailed
 from pdserve.processes import is_alive
 from pdserve.readiness import Interrupted, Wait, wait_for_workers
@@ -54,7 +54,8 @@ def start_detached(arguments: Sequence[str], folder: StateFolder, console: Conso
         status = client.status()
     numbers = (status.desired_prefillers, status.desired_decoders)
     print_banner(console, state, numbers, time.monotonic() - started_s)
-    console.print("It runs in the background; stop it with: pdserve down", highlight=False)
+    stop = command_line("down", state.service)
+    console.print(f"It runs in the background; stop it with: {stop}", highlight=False)
 
 
 def stop_running(folder: StateFolder, console: Console) -> None:

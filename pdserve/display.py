@@ -1,8 +1,12 @@
 """What the command line shows: progress of a start, the ready banner, the status table."""
 
+import os
 import shlex
+import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -82,11 +86,19 @@ def print_banner(
         f"  curl -N {state.http_url}/v1/chat/completions -H 'Content-Type: application/json' \\",
         *(['    -H "Authorization: Bearer $PDSERVE_API_KEY" \\'] if state.needs_key else []),
         f"    -d {shlex.quote(body)}",
-        "  pdserve chat 'Why is the sky blue?'",
+        f"  {command_line('chat', state.service)} 'Why is the sky blue?'",
         "",
     ]
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def command_line(command: str, service: str) -> str:
+    """How to call `pdserve COMMAND` for this service from this shell and folder."""
+    program = "pdserve"
+    if shutil.which(program) is None:
+        program = os.path.relpath(Path(sys.executable).parent / program)
+    return f"{program} {command}" + ("" if service == "pdserve" else f" --service {service}")
 
 
 def status_table(

@@ -6,6 +6,7 @@ PdserveError
 ├── BadModel           its files are damaged, or of a kind that is not supported
 ├── ServiceExists      a service of that name already runs
 ├── ServiceNotRunning  nothing runs under that name
+├── StateDamaged       what is noted of a running service cannot be read
 ├── StartFailed        a port is taken, a worker or the proxy could not start
 ├── ServiceLost        Ray or the controller went away under a running service
 ├── ControllerError    the controller refused, or cannot be reached (client.py)
@@ -46,6 +47,10 @@ class ServiceNotRunning(PdserveError):
 
 class ServiceLost(PdserveError):
     """The service cannot go on."""
+
+
+class StateDamaged(PdserveError):
+    """The note of a running service cannot be read."""
 
 
 class StartFailed(PdserveError):

@@ -13,7 +13,7 @@ import signal
 import socket
 import threading
 import time
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -35,7 +35,7 @@ from pdserve.ray_runtime import (
     local_ray,
     note_processes,
 )
-from pdserve.readiness import Wait, wait_for_http, wait_for_workers
+from pdserve.readiness import Wait, is_responsive, wait_for_http, wait_for_workers
 from pdserve.state import ServiceState, StateFolder, Status
 
 _START_TIMEOUT_S = 900.0
@@ -99,6 +99,8 @@ class _Supervisor:
     console: Console
     stopping: threading.Event = field(default_factory=threading.Event)
     started_s: float = field(default_factory=time.monotonic)
+    note_problem: str = ""
+    """Why the last note of processes could not be written; empty if it was."""
 
     def run(self) -> None:
         self._handle_signals()
@@ -106,10 +108,12 @@ class _Supervisor:
             with start_progress(self.console) as progress:
                 started = self._start(stack, progress)
             ports = started.ports
-            self._banner(self._write_state("ready", ports))
-            self._supervise(started)
+            state = self._write_state("ready", ports)
+            self._banner(state)
+            self._supervise(started, state.reachable_host)
             self.console.print("stopping ...")
-            self._write_state("stopping", ports)
+            with suppress(OSError):  # a full disk must not keep it from ending in order
+                self._write_state("stopping", ports)
 
     def _start(self, stack: ExitStack, progress: StartProgress) -> "_Started":
         """Start all parts; what ends them again is on the stack."""
@@ -239,10 +243,19 @@ class _Supervisor:
         return state
 
     def _note_processes(self) -> None:
-        if self._config.is_local:
+        if not self._config.is_local:
+            return
+        try:
             note_processes(self.folder.path)
+        except OSError as error:
+            problem = f"cannot note what runs: {error}"
+        else:
+            problem = ""
+        if problem and problem != self.note_problem:
+            _log.warning("%s", problem)
+        self.note_problem = problem
 
-    def _supervise(self, started: "_Started") -> None:
+    def _supervise(self, started: "_Started", host: str) -> None:
         """Until asked to stop: keep the proxy alive. Ray keeps the controller alive.
 
         Raises: ServiceLost: Ray is gone, or nobody has heard of the controller for long.
@@ -255,6 +268,7 @@ class _Supervisor:
             if now_s - asked_s >= _CONTROLLER_CHECK_S:
                 asked_s = now_s
                 self._note_processes()
+                started.proxy.note_answer(is_responsive(host, started.ports.http_port))
                 if not started.ray.is_alive():
                     raise ServiceLost("Ray has ended: stopping")
                 try:

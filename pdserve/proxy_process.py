@@ -16,6 +16,7 @@ from proxy.config import ProxyConfig
 
 _BACKOFF_MAX_S = 10.0
 _STABLE_S = 30.0
+_SILENCE_S = 30.0
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class ProxyProcess:
         self._started_s = 0.0
         self._restart_at_s = 0.0
         self._num_deaths = 0
+        self._silent_since_s: float | None = None
 
     def start(self) -> None:
         """Begin; `ports` tells when it listens."""
@@ -96,7 +98,25 @@ class ProxyProcess:
             self._restart_at_s = now_s + (0.0 if self._num_deaths == 1 else delay_s)
             _log.warning("the proxy died with status %s", status)
         if time.monotonic() >= self._restart_at_s:
-            self.start()
+            try:
+                self.start()
+            except OSError as error:  # a full disk, too many processes: that may pass
+                _log.warning("the proxy cannot be started: %s", error)
+                self._restart_at_s = time.monotonic() + _BACKOFF_MAX_S
+
+    def note_answer(self, answered: bool) -> None:
+        """Take note of a probe; a proxy that has answered none for so long hangs, and is killed."""
+        now_s = time.monotonic()
+        if answered or self._process is None:
+            self._silent_since_s = None
+        elif self._silent_since_s is None:
+            self._silent_since_s = now_s
+        elif now_s - self._silent_since_s >= _SILENCE_S:
+            _log.warning(
+                "the proxy did not answer for %.0f s: killed", now_s - self._silent_since_s
+            )
+            self._silent_since_s = None
+            self._process.kill()
 
     def terminate(self) -> None:
         """Ask it to end: running requests get its grace."""

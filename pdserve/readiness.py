@@ -88,11 +88,21 @@ def wait_for_http(host: str, port: int, wait: Wait) -> None:
 
 def is_ready(host: str, port: int) -> bool:
     """Whether GET /ready answers 200."""
+    return _get(host, port, "/ready") == 200
+
+
+def is_responsive(host: str, port: int) -> bool:
+    """Whether the proxy answers GET /health, ready or not; waits 2 s at most."""
+    return _get(host, port, "/health") == 200
+
+
+def _get(host: str, port: int, path: str) -> int:
+    """The status, or 0 if there is no answer."""
     connection = http.client.HTTPConnection(host, port, timeout=_HTTP_TIMEOUT_S)
     try:
-        connection.request("GET", "/ready")
-        return connection.getresponse().status == 200
+        connection.request("GET", path)
+        return connection.getresponse().status
     except (OSError, http.client.HTTPException):
-        return False
+        return 0
     finally:
         connection.close()

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from pdserve.errors import ServiceExists, ServiceNotRunning
+from pdserve.errors import ServiceExists, ServiceNotRunning, StateDamaged
 
 Status = Literal["starting", "ready", "stopping"]
 
@@ -110,18 +110,25 @@ class StateFolder:
         write_private(self._state_path, json.dumps(asdict(state), indent=2))
 
     def read(self) -> ServiceState | None:
-        """The state of a living service; None while it begins, or when there is none."""
+        """The state of a living service; None while it begins, or when there is none.
+
+        Raises: StateDamaged.
+        """
         if not self.is_locked():
             return None
         try:
             return ServiceState(**json.loads(self._state_path.read_text()))
         except FileNotFoundError:
             return None
+        except (ValueError, TypeError):
+            raise StateDamaged(
+                f"a service `{self.service}` runs, but {self._state_path} is damaged"
+            ) from None
 
     def read_running(self) -> ServiceState:
         """The state of a living service.
 
-        Raises: ServiceNotRunning: there is none.
+        Raises: ServiceNotRunning: there is none. StateDamaged.
         """
         state = self.read()
         if state is None:
@@ -147,10 +154,17 @@ def _bracketed(host: str) -> str:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Replace a file at once; only its owner may read it."""
+    """Replace a file at once; only its owner may read it.
+
+    Raises: OSError: it stays as it was; names the file.
+    """
     partial = path.with_name(path.name + ".partial")
     partial.unlink(missing_ok=True)
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
     partial.replace(path)

@@ -44,7 +44,9 @@ class CoreShares:
         # The number of threads is part of the name: a file is complete once it has its size.
         self._own_path = folder / f"{name}.{own_threads}"
         self._own_fd = os.open(self._own_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        os.ftruncate(self._own_fd, _SIZE)
+        # NOTE: written, not truncated to its size: touching a page that a full disk cannot hold
+        # would end the process.
+        os.pwrite(self._own_fd, bytes(_SIZE), 0)
         # NOTE: never unmapped, kernels may be looking at them: a page per worker that ever was.
         self._maps: list[mmap.mmap] = []
         self._own_busy = self._map(self._own_fd)
@@ -104,7 +106,7 @@ class CoreShares:
         self._next_scan_s = now_s + _RESCAN_S
         found = {
             entry.name: entry.inode()
-            for entry in os.scandir(self._folder)
+            for entry in self._entries()
             if entry.name != self._own_path.name
         }
         for name, share in list(self._others.items()):
@@ -115,6 +117,13 @@ class CoreShares:
         for name in found.keys() - self._others.keys():
             with contextlib.suppress(FileNotFoundError):
                 self._open(name)
+
+    def _entries(self) -> list[os.DirEntry[str]]:
+        try:
+            with os.scandir(self._folder) as entries:
+                return list(entries)
+        except FileNotFoundError:  # somebody removed the folder: nobody lends any more
+            return []
 
     def _open(self, name: str) -> None:
         fd = os.open(self._folder / name, os.O_RDWR | os.O_CLOEXEC)

@@ -57,6 +57,14 @@ def test_commands_say_so_when_no_service_runs(command: str, tmp_path: Path) -> N
     assert "pdserve up" in str(result.exception)
 
 
+def test_a_state_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    result = run("up", "--set", "http_port=0", "--state-dir", str(tmp_path / "file" / "x"))
+    assert result.returncode == 1
+    assert len(result.stderr.splitlines()) == 1
+    assert f"'{tmp_path}/file/x" in result.stderr
+
+
 def test_scale_takes_roles_and_numbers() -> None:
     assert parse_numbers(["prefiller=2", "decoder=3"]) == (2, 3)
     assert parse_numbers(["prefiller=0"]) == (0, None)

@@ -145,6 +145,12 @@ def test_scaling_up_adds_workers_and_down_removes_the_last_ones(service: Service
     service.scale(prefillers=0, decoders=1)
     service.wait_ready("decoder-0")
     assert (service.switches / "decoder-2.stopped").exists()
+    # Numbers that cannot be noted, as on a full disk, would be forgotten by the next controller.
+    (service.switches / "desired.partial").mkdir()
+    with pytest.raises(grpc.RpcError, match="cannot be noted") as caught:
+        service.scale(decoders=2)
+    assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+    assert service.status().desired_decoders == 1
 
 
 def test_a_worker_that_has_to_go_drains_until_its_last_request_is_over(service: Service) -> None:

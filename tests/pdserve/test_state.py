@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.errors import ServiceExists, ServiceNotRunning
+from pdserve.errors import ServiceExists, ServiceNotRunning, StateDamaged
 from pdserve.state import ServiceState, StateFolder
 
 STATE = ServiceState(
@@ -45,6 +45,15 @@ def test_what_a_killed_supervisor_left_is_not_taken_for_a_service(tmp_path: Path
     folder.write(STATE)
     with pytest.raises(ServiceNotRunning):
         folder.read_running()
+
+
+def test_a_damaged_note_of_a_living_service_is_an_error_that_names_it(tmp_path: Path) -> None:
+    folder = StateFolder(tmp_path, "s")
+    with folder.locked():
+        for content in ("", "{}", "[1]", '{"service": "s"'):
+            (folder.path / "state.json").write_text(content)
+            with pytest.raises(StateDamaged, match=r"state\.json is damaged"):
+                folder.read()
 
 
 def test_only_the_owner_may_read_the_token(tmp_path: Path) -> None:

@@ -1,8 +1,11 @@
 import ctypes
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+import pytest
 
 from engine.worker.cores import CoreShares
 
@@ -30,6 +33,18 @@ def test_an_idle_workers_cores_are_lent_and_come_back(tmp_path: Path) -> None:
 def test_the_bound_of_a_step_holds(tmp_path: Path) -> None:
     shares = [CoreShares(tmp_path, f"w-{i}", own_threads=2, max_threads=4) for i in range(4)]
     assert lent_now(shares[0]) == 2
+    for share in shares:
+        share.close()
+
+
+def test_a_folder_that_is_removed_costs_the_borrowed_cores_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.worker.cores._RESCAN_S", 0.0)
+    shares = [CoreShares(tmp_path, f"w-{i}", own_threads=1, max_threads=4) for i in range(2)]
+    assert lent_now(shares[0]) == 1
+    shutil.rmtree(tmp_path)
+    assert lent_now(shares[0]) == 0
     for share in shares:
         share.close()
 
