@@ -23,14 +23,10 @@ _HEAD_DIMS = {"Qwen3ForCausalLM": 128}
 def parse_model_config(config: Json, generation: Json | None = None) -> ModelConfig:
     """Read config.json and, if there is one, generation_config.json, whose EOS ids are added.
 
-    Raises: UnsupportedModel: an architecture, activation, rope type or quantisation
-        that is not built.
+    Raises: UnsupportedModel: an architecture, activation or rope type that is not built.
         WeightsError: a field is missing or contradicts another.
     """
     generation = generation or {}
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method")
-        raise UnsupportedModel(f"quantised safetensors ({method}) are not supported; use GGUF")
     if (act := config.get("hidden_act", "silu")) not in ("silu", "swish"):
         raise UnsupportedModel(f"hidden_act is {act!r}, supported: silu")
     architecture = _architecture(config)

@@ -17,6 +17,7 @@ from engine.models.config import parse_model_config
 from engine.models.decoder import DecoderForCausalLM
 from engine.weights.gguf import gguf_model_config, gguf_tensors
 from engine.weights.gguf_file import read_gguf
+from engine.weights.quantized_safetensors import DESCRIPTION, Scheme, combine, read_scheme
 from engine.weights.safetensors import open_safetensors
 from engine.weights.source import SourceTensor
 from kernels.quantized import QuantizedWeight
@@ -39,7 +40,13 @@ def load_model_config(path: Path) -> ModelConfig:
     config = _read_json(path / "config.json")
     if config is None:
         raise WeightsError(f"{path} is neither a .gguf file nor a folder with a config.json")
+    _read_scheme(path, config)
     return parse_model_config(config, _read_json(path / "generation_config.json"))
+
+
+def _read_scheme(folder: Path, config: dict[str, Any] | None) -> Scheme | None:
+    quantization_config = (config or {}).get("quantization_config")
+    return read_scheme(quantization_config, _read_json(folder / DESCRIPTION))
 
 
 def load_weights(
@@ -191,8 +198,9 @@ def _open(path: Path) -> Iterator[list[SourceTensor]]:
         file = read_gguf(path)
         yield gguf_tensors(file, gguf_model_config(file))
     elif path.is_dir():
-        with open_safetensors(path) as sources:
-            yield sources
+        scheme = _read_scheme(path, _read_json(path / "config.json"))
+        with open_safetensors(path, is_quantized=scheme is not None) as sources:
+            yield sources if scheme is None else combine(sources, scheme)
     else:
         raise UnsupportedModel(f"{path} is neither a folder nor a .gguf file")
 

@@ -1,7 +1,7 @@
 """Weights in safetensors files: one, or several with an index. Memory mapped."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,8 @@ _MIXTRAL_NAMES = {
     ".w3.weight": ".up_proj.weight",
 }
 DTYPES = frozenset({"F32", "F16", "BF16"})
+PACKED = frozenset({"I8", "I32", "I64", "F8_E4M3"})
+"""In quantised checkpoints too."""
 
 
 def find_files(folder: Path) -> list[Path]:
@@ -55,7 +57,7 @@ def find_files(folder: Path) -> list[Path]:
 
 
 @contextmanager
-def open_safetensors(folder: Path) -> Iterator[list[SourceTensor]]:
+def open_safetensors(folder: Path, *, is_quantized: bool = False) -> Iterator[list[SourceTensor]]:
     """List the tensors of a model folder; their `read` works inside the context.
 
     Raises: UnsupportedModel: a tensor is of an integer or float8 type.
@@ -68,16 +70,16 @@ def open_safetensors(folder: Path) -> Iterator[list[SourceTensor]]:
                 file = stack.enter_context(safe_open(path, framework="pt"))
             except SafetensorError as error:
                 raise WeightsError(f"{path} is damaged: {error}") from error
-            tensors.extend(_tensors(path, file))
+            tensors.extend(_tensors(path, file, DTYPES | PACKED if is_quantized else DTYPES))
         yield tensors
 
 
-def _tensors(path: Path, file: Any) -> Iterator[SourceTensor]:
+def _tensors(path: Path, file: Any, dtypes: Collection[str]) -> Iterator[SourceTensor]:
     for name in file.keys():  # noqa: SIM118 - a safe_open is no mapping
         header = file.get_slice(name)
-        if header.get_dtype() not in DTYPES:
+        if header.get_dtype() not in dtypes:
             raise UnsupportedModel(
-                f"{name} in {path} is {header.get_dtype()}, supported: {', '.join(sorted(DTYPES))}"
+                f"{name} in {path} is {header.get_dtype()}, supported: {', '.join(sorted(dtypes))}"
             )
         shape = tuple(header.get_shape())
         our_name = _our_name(name)

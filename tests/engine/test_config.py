@@ -90,7 +90,6 @@ def test_other_rope_types_are_refused_and_the_supported_ones_named(rope_type: st
     ("options", "message"),
     [
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', supported: silu"),
-        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
     ],
 )
