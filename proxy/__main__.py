@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import logging
+import resource
 import sys
 from pathlib import Path
 
@@ -34,8 +35,15 @@ def main() -> None:
         tokenizer = load_tokenizer(Path(config.model_path))
     except (ValueError, OSError) as error:
         sys.exit(f"the tokenizer cannot be loaded: {error}")
+    _raise_file_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(config, tokenizer, arguments.ports_file))
+
+
+def _raise_file_limit() -> None:
+    """A connection is an open file, and the usual soft limit of 1,024 is for shells."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from proxy.errors import (
     ClientDisconnected,
+    DeadlineExceeded,
     InternalError,
     InvalidRequest,
     MethodNotAllowed,
@@ -101,9 +102,9 @@ class _Gate:
                 scope["account"] = self._service.accounts.authenticate(authorization)
             except Unauthenticated as error:
                 self._service.metrics.requests.labels("auth", "401").inc()
-                with contextlib.suppress(ClientDisconnected):
-                    await drain(receive)
-                    await send_error(send, error)
+                with contextlib.suppress(ClientDisconnected, DeadlineExceeded):
+                    await drain(receive, self._service.config.client_read_timeout_s)
+                await send_error(send, error)
                 return
         await self._app(scope, receive, send)
 
@@ -209,7 +210,8 @@ class _Routes:
         return _json_response(self._service.status())
 
     async def _json(self, request: Request) -> object:
-        return await read_json(request, self._service.config.limits.max_body_bytes)
+        config = self._service.config
+        return await read_json(request, config.limits.max_body_bytes, config.client_read_timeout_s)
 
     def _generate(
         self,

@@ -89,6 +89,8 @@ class ProxyConfig:
     """After SIGTERM, running requests may finish within this time."""
     client_write_timeout_s: Annotated[float, Gt(0)] = 30.0
     """A streaming client that takes no byte for so long is disconnected."""
+    client_read_timeout_s: Annotated[float, Gt(0)] = 30.0
+    """A client that sends no piece of its body for so long gets 408."""
     tool_format: Literal["auto", "hermes", "llama3", "deepseek"] = "auto"
     """How the model spells tool calls; auto: as its chat template says."""
     reasoning_format: Literal["auto", "think", "none"] = "auto"

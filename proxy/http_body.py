@@ -7,22 +7,22 @@ from dataclasses import dataclass
 
 import orjson
 from starlette.requests import Request
-from starlette.types import Receive
+from starlette.types import Message, Receive
 
-from proxy.errors import BodyTooLarge, ClientDisconnected, InvalidRequest
+from proxy.errors import BodyTooLarge, ClientDisconnected, DeadlineExceeded, InvalidRequest
 
 # A refused body is still read up to here: a client that is busy sending would not see the answer.
 _MAX_DRAINED_BYTES = 64 * 1024 * 1024
 
 
-async def read_json(request: Request, max_bytes: int) -> object:
-    """Read and decode the body.
+async def read_json(request: Request, max_bytes: int, timeout_s: float) -> object:
+    """Read and decode the body, of which a piece must come every `timeout_s`.
 
-    Raises: BodyTooLarge, InvalidRequest, ClientDisconnected.
+    Raises: BodyTooLarge, InvalidRequest, DeadlineExceeded, ClientDisconnected.
     """
     content_type = request.headers.get("content-type", "application/json")
     media_type = content_type.partition(";")[0].strip().lower()
-    body = await _read(request.receive, max_bytes)
+    body = await _read(request.receive, max_bytes, timeout_s)
     if media_type != "application/json" and not media_type.endswith("+json"):
         raise InvalidRequest(
             f"content-type must be application/json, got {media_type[:100]!r}",
@@ -34,11 +34,11 @@ async def read_json(request: Request, max_bytes: int) -> object:
         raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
 
 
-async def _read(receive: Receive, max_bytes: int) -> bytes:
+async def _read(receive: Receive, max_bytes: int, timeout_s: float) -> bytes:
     chunks: list[bytes] = []
     num_bytes = 0
     while True:
-        message = await receive()
+        message = await _receive(receive, timeout_s)
         if message["type"] == "http.disconnect":
             raise ClientDisconnected
         chunk = message.get("body", b"")
@@ -54,14 +54,22 @@ async def _read(receive: Receive, max_bytes: int) -> bytes:
     return b"".join(chunks)
 
 
-async def drain(receive: Receive) -> None:
+async def _receive(receive: Receive, timeout_s: float) -> Message:
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await receive()
+    except TimeoutError:
+        raise DeadlineExceeded(f"no more of the body came within {timeout_s:g} s") from None
+
+
+async def drain(receive: Receive, timeout_s: float) -> None:
     """Read a body that nobody needs.
 
-    Raises: ClientDisconnected.
+    Raises: ClientDisconnected, DeadlineExceeded.
     """
     num_bytes = 0
     while num_bytes <= _MAX_DRAINED_BYTES:
-        message = await receive()
+        message = await _receive(receive, timeout_s)
         if message["type"] == "http.disconnect":
             raise ClientDisconnected
         num_bytes += len(message.get("body", b""))

@@ -1,4 +1,6 @@
-"""HTTP/1.1 as uvicorn parses it, with a bound on request line, headers and trailers."""
+"""HTTP/1.1 as uvicorn parses it, with bounds on size and time of request line and headers."""
+
+import asyncio
 
 import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -29,10 +31,42 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     time: a single client could stop the event loop for all others.
     """
 
+    head_timeout_s = 60.0
+    """A connection that is open, or a request that has begun, without a whole head is closed."""
+
+    _head_timer: asyncio.TimerHandle | None = None
     _num_head_bytes = 0
     _num_silent_bytes = 0
     """Received since the parser last completed something: part of a header, at worst."""
     _is_refused = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Start waiting for a request."""
+        super().connection_made(transport)  # type: ignore[arg-type]
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop waiting."""
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def on_headers_complete(self) -> None:
+        """The head is there; the body has a deadline elsewhere."""
+        self._stop_waiting()
+        super().on_headers_complete()
+
+    def _expect_head(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(self.head_timeout_s, self._give_up)
+
+    def _stop_waiting(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _give_up(self) -> None:
+        self._head_timer = None
+        self.transport.close()
 
     def data_received(self, data: bytes) -> None:
         """Parse what has arrived."""
@@ -53,6 +87,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Start counting."""
         self._num_head_bytes = self._num_silent_bytes = 0
+        self._expect_head()
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:

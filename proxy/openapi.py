@@ -29,7 +29,7 @@ _ERRORS = {
     "500": "A defect.",
     "503": "No worker can serve it now.",
 }
-_BODY_ERRORS = ("400", "401", "404", "413", "500")
+_BODY_ERRORS = ("400", "401", "404", "408", "413", "500")
 _BODIES = (ChatCompletionBody, CompletionBody, TokenizeTextBody, TokenizeChatBody, DetokenizeBody)
 
 

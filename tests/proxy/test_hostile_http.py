@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from proxy.http_protocol import BoundedHttpProtocol
 from tests.proxy.conftest import MODEL, Stand, StandFactory
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -224,6 +225,25 @@ async def test_half_a_request_and_a_close_leave_nothing(stand: StandFactory) -> 
         assert proxy.metric("pdserve_requests_total", api="completions", status="500") == 0
         reply = await proxy.http.post(TEXT, content=GOOD)
         assert reply.status_code == 200
+
+
+async def test_clients_that_stop_sending_are_ended(
+    stand: StandFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BoundedHttpProtocol, "head_timeout_s", 0.2)
+    async with stand(client_read_timeout_s=0.2) as proxy:
+        whole = post(GOOD)
+        for cut in (0, 1, 60):
+            assert await raw(proxy, whole[:cut], pause_s=0.01) == b""
+        for path in ("/v1/completions", "/tokenize"):
+            request = whole.replace(b"/v1/completions", path.encode())
+            data = await raw(proxy, request[:-5].replace(b"Host", b"Connection: close\r\nHost"))
+            assert data.startswith(b"HTTP/1.1 408"), data[:200]
+        # A whole request in slow pieces is fine, and so is one that takes its time after it.
+        proxy.decoders[0].behavior.token_delay_s = 0.3
+        pieces = [post(GOOD, CLOSE)[i : i + 60] for i in range(0, 300, 60)]
+        assert (await raw(proxy, *pieces, pause_s=0.03)).startswith(b"HTTP/1.1 200")
+        await proxy.until_idle()
 
 
 @pytest.mark.parametrize(
