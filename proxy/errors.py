@@ -17,7 +17,7 @@ ProxyError
 ClientDisconnected          nobody is left to tell
 """
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import grpc
 
@@ -83,8 +83,10 @@ class BodyTooLarge(InvalidRequest):
     status = 413
     default_code = "request_too_large"
 
-    def __init__(self, limit_bytes: int) -> None:
-        super().__init__(f"the body has more than {limit_bytes} bytes, which is the limit")
+    @classmethod
+    def beyond(cls, limit_bytes: int) -> Self:
+        """The body has more than `limit_bytes`."""
+        return cls(f"the body has more than {limit_bytes} bytes, which is the limit")
 
 
 class Unauthenticated(ProxyError):

@@ -50,7 +50,7 @@ async def _read(receive: Receive, max_bytes: int, timeout_s: float) -> bytes:
         if not message.get("more_body", False):
             break
     if num_bytes > max_bytes:
-        raise BodyTooLarge(max_bytes)
+        raise BodyTooLarge.beyond(max_bytes)
     return b"".join(chunks)
 
 

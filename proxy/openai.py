@@ -11,6 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSche
 from proxy.errors import InvalidRequest
 
 _MAX_SHOWN_CHARS = 100
+# Each has at least one token, but is checked before the context is known to be too short.
+_MAX_MESSAGES, _MAX_PARTS = 16_384, 4_096
 
 Uint32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
 TokenId = Uint32
@@ -171,7 +173,7 @@ class Message(Body):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[ContentPart] | None = None
+    content: str | Annotated[list[ContentPart], Field(max_length=_MAX_PARTS)] | None = None
     name: str | None = None
     tool_calls: list[MessageToolCall] | None = None
     tool_call_id: str | None = None
@@ -181,7 +183,7 @@ class Message(Body):
 class ConversationBody(Body):
     """How a conversation becomes a prompt."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=_MAX_MESSAGES)]
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
@@ -237,6 +239,7 @@ def parse_body(kind: type[BodyT], raw: object) -> BodyT:
     """
     if not isinstance(raw, dict):
         raise InvalidRequest(f"the body must be a JSON object, got {_show(raw)}")
+    _check_counts(raw)
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
@@ -250,6 +253,21 @@ def parse_body(kind: type[BodyT], raw: object) -> BodyT:
         raise InvalidRequest(
             f"{param} {message}, got {_show(first['input'])}", param=param
         ) from None
+
+
+def _check_counts(raw: dict[Any, Any]) -> None:
+    """Refuse long lists before each entry is validated, which would keep others waiting."""
+    messages = raw.get("messages")
+    if not isinstance(messages, list):
+        return
+    counts = [("messages", len(messages), _MAX_MESSAGES)]
+    for i, message in enumerate(messages[:_MAX_MESSAGES]):
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, list):
+            counts.append((f"messages[{i}].content", len(content), _MAX_PARTS))
+    for param, count, limit in counts:
+        if count > limit:
+            raise InvalidRequest(f"{param} has {count} entries, the limit is {limit}", param=param)
 
 
 _UNION_MEMBERS = frozenset({"str", "int", "float", "bool", "list", "dict", "NamedTool"})

@@ -222,12 +222,24 @@ class RequestBuilder:
     async def _prompt(self, item: object, body: CompletionBody) -> tuple[int, ...]:
         if isinstance(item, str):
             return await self._encode(item, body.add_special_tokens is not False, param="prompt")
+        if isinstance(item, list):
+            # First: a look at each of a million ids would keep others waiting.
+            self._check_fits(len(item), "prompt")
         if not isinstance(item, list) or not all(map(_is_int, item)):
             raise InvalidRequest(
                 "prompt must be a string, token ids, or a list of either", param="prompt"
             )
         self._check_token_ids(item, "prompt")
         return tuple(item)
+
+    def _check_fits(self, num_tokens: int, param: str) -> None:
+        limit = self._max_model_len()
+        if num_tokens >= limit:
+            raise ContextLengthExceeded(
+                f"the prompt has {num_tokens} tokens, the context is {limit} tokens "
+                "for prompt and output together",
+                param=param,
+            )
 
     def _check_token_ids(self, token_ids: Sequence[int], param: str) -> None:
         vocab_size = self._tokenizer.vocab_size
@@ -364,12 +376,7 @@ class RequestBuilder:
         for prompt in prompts:
             if not prompt:
                 raise InvalidRequest(f"{param} must have at least one token", param=param)
-            if len(prompt) >= limit:
-                raise ContextLengthExceeded(
-                    f"the prompt has {len(prompt)} tokens, the context is {limit} tokens "
-                    "for prompt and output together",
-                    param=param,
-                )
+            self._check_fits(len(prompt), param)
         return limit - max(map(len, prompts))
 
     def _sampling(

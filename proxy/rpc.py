@@ -186,7 +186,7 @@ class _Inference:
     def _parse(self, kind: type[RequestT], data: bytes) -> RequestT:
         limit = self._service.config.limits.max_body_bytes
         if len(data) > limit:
-            raise BodyTooLarge(limit)
+            raise BodyTooLarge.beyond(limit)
         try:
             return kind.FromString(data)
         except DecodeError as error:

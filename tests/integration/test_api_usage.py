@@ -1,4 +1,4 @@
-"""Usage against what the workers say they computed, and options at their limits, on real workers."""
+"""Usage against what workers say they computed, and options at their limits, on real workers."""
 
 import json
 from collections.abc import Iterator

@@ -10,6 +10,7 @@ from proxy.http_protocol import BoundedHttpProtocol
 from tests.proxy.conftest import MODEL, Stand, StandFactory
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+USER = {"role": "user", "content": "Hello"}
 DEEP = 900  # the JSON parser itself refuses 1024
 
 
@@ -99,6 +100,13 @@ BODIES: dict[str, tuple[str, str, tuple[int, ...]]] = {
         chat('"chat_template_kwargs":{"messages":1,"raise_exception":5,"bos_token":[],"loop":{}}'),
         (200, 400),
     ),
+    "many messages": (CHAT, json.dumps({"messages": [USER] * 20_000}), (400,)),
+    "many parts": (
+        CHAT,
+        json.dumps({"messages": [{**USER, "content": [{"type": "text", "text": "a"}] * 5000}]}),
+        (400,),
+    ),
+    "many ids": (TEXT, json.dumps({"prompt": [5] * 200_000}), (400,)),
     "no messages": (CHAT, '{"messages":[]}', (400,)),
     "unknown role": (CHAT, '{"messages":[{"role":"robot","content":"a"}]}', (400,)),
     "message that is text": (CHAT, '{"messages":["a"]}', (400,)),
