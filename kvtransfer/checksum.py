@@ -5,7 +5,8 @@
 
 with P parts a layer, and runs and places as in reshard.py: both ends know them, also where they cut
 the KV into blocks and ranks differently. The seed ties a run to its place, so swapped runs or parts
-do not cancel out; the sum lets chunks of a prompt be hashed as they are sent. Source: XXH3 by Yann
+do not cancel out; the sum lets chunks of a prompt be hashed as they are sent. Of a sampled transfer
+only some runs count, others in each layer, the first one always. Source: XXH3 by Yann
 Collet (https://xxhash.com), from the `xxhash` package.
 """
 
@@ -21,9 +22,11 @@ HashedRun = tuple[int, int, int]
 """(first slot in the memory that is hashed, number of slots, place)."""
 
 
-def runs_checksum(memory: KVMemory, layer_idx: int, runs: Iterable[HashedRun]) -> int:
-    """Checksum of some runs of one layer, all parts of them."""
-    runs = tuple(runs)
+def runs_checksum(
+    memory: KVMemory, layer_idx: int, runs: Iterable[HashedRun], every: int = 1
+) -> int:
+    """Checksum of some runs of one layer, all parts of them; of one run in `every`."""
+    runs = tuple(run for run in runs if every == 1 or _is_sampled(run[2], layer_idx, every))
     parts = memory.layout.parts
     total = 0
     for part_idx, part in enumerate(parts):
@@ -39,3 +42,9 @@ def runs_checksum(memory: KVMemory, layer_idx: int, runs: Iterable[HashedRun]) -
 def sum_checksums(checksums: Iterable[int]) -> int:
     """Combine the runs of a layer."""
     return sum(checksums) & MASK
+
+
+def _is_sampled(place: int, layer_idx: int, every: int) -> bool:
+    # Multiplicative hashing: places are multiples of a run's length, so their low bits are alike.
+    mixed = (place * 0x9E3779B1 + layer_idx * 0x85EBCA77) & 0xFFFFFFFF
+    return place == 0 or (mixed >> 16) % every == 0

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt
 
 MIB = 1024 * 1024
+SAMPLE_EVERY = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,8 +23,10 @@ class KVTransferConfig:
     """What Mooncake moves bytes with."""
     hccl_backend: Literal["gloo", "hccl"] = "gloo"
     """What the hccl transport moves bytes with: hccl on Ascend, gloo where there is none."""
-    checksum: Literal["full", "off"] = "full"
-    """full: every block is hashed by both ends and compared before the reader may use it."""
+    checksum: Literal["auto", "full", "sampled", "off"] = "auto"
+    """full: all bytes are hashed by both ends and compared before the reader may use them. sampled:
+    one run of bytes in SAMPLE_EVERY. auto: sampled within a host's memory, full on a network.
+    """
     connect_timeout_s: Annotated[float, Gt(0)] = 2.0
     """For one attempt to open a link, handshake included."""
     progress_timeout_s: Annotated[float, Gt(0)] = 4.0
@@ -47,3 +50,9 @@ class KVTransferConfig:
     landing_timeout_s: Annotated[float, Ge(0)] = 0.5
     """For transports whose completion is not arrival: how long a checksum may take to come right.
     """
+
+    def checksum_every(self, *, crosses_network: bool) -> int:
+        """One of how many runs a writer hashes; 0: none."""
+        if self.checksum == "auto":
+            return 1 if crosses_network else SAMPLE_EVERY
+        return {"full": 1, "sampled": SAMPLE_EVERY, "off": 0}[self.checksum]

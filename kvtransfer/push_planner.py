@@ -61,8 +61,12 @@ class PushPlanner:
                     )
         return segments
 
-    def checksums(self, key: RequestKey, placement: Placement, batch: Sequence[Push]) -> list[int]:
-        """One per copy of the batch, in order."""
+    def checksums(
+        self, key: RequestKey, placement: Placement, batch: Sequence[Push], every: int
+    ) -> list[int]:
+        """One per copy of the batch, in order; `every` as in runs_checksum, 0 for none."""
+        if every == 0:
+            return [0] * sum(len(copies) for _, copies in batch)
         checksums = []
         for layer_idx, copies in batch:
             copy_runs, _ = self._plan(key, placement, copies)
@@ -71,6 +75,7 @@ class PushPlanner:
                     self._memory,
                     layer_idx,
                     [(run.source_slot, run.num_slots, run.place) for run in runs],
+                    every,
                 )
                 for runs in copy_runs
             ]

@@ -311,26 +311,27 @@ class Receiver(worker_pb2_grpc.KVLinkServicer):
                 return
             if end.complete and not reservation.is_ended:
                 part.state = PartState.VERIFYING
-                self._executor.submit(self._verify, key, reservation, part, tuple(end.checksums))
+                self._executor.submit(self._verify, key, reservation, part, end)
                 return
         failure = ("incomplete", f"the writer gave up: {end.error or 'aborted'}")
         self._conclude(key, reservation, part, failure)
 
     def _verify(
-        self, key: RequestKey, reservation: _Reservation, part: _Part, checksums: tuple[int, ...]
+        self, key: RequestKey, reservation: _Reservation, part: _Part, end: worker_pb2.EndWrite
     ) -> None:
         """Compare what arrived with what was sent; body of the checksum thread."""
         layout = self._memory.layout
         failure = ("", "")
         runs = self._runs(reservation, part)
+        checksums, every = tuple(end.checksums), end.checksum_every or 1
         if checksums and len(checksums) != layout.num_layers:
             failure = ("checksum", f"{len(checksums)} checksums for {layout.num_layers} layers")
-        elif self._config.checksum == "full":
+        elif self._config.checksum != "off":
             transport = part.writer.transport
             wait_s = 0.0 if transport.is_landing_guaranteed else self._config.landing_timeout_s
             deadline_s = time.monotonic() + wait_s
             for layer_idx, checksum in enumerate(checksums):
-                while runs_checksum(self._memory, layer_idx, runs) != checksum:
+                while runs_checksum(self._memory, layer_idx, runs, every) != checksum:
                     if time.monotonic() >= deadline_s:
                         failure = ("checksum", f"checksum of layer {layer_idx} does not match")
                         break

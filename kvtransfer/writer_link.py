@@ -117,6 +117,7 @@ class WriterLink:
         self._connection: Connection | None = None
         self._regions: tuple[RegisteredRegion, ...] = ()
         self._planner: PushPlanner | None = None
+        self._checksum_every = 1
         self._reader: threading.Thread | None = None
         self._thread = threading.Thread(
             target=self._run, name=f"kv-link-{key.engine_id}", daemon=True
@@ -215,6 +216,9 @@ class WriterLink:
                 outgoing.put(None)
                 call.cancel()
         logger.info("KV link to %s uses %s", self.key.engine_id, transport.name)
+        self._checksum_every = self._config.checksum_every(
+            crosses_network=transport.crosses_network
+        )
         with self._condition:
             self._stats.transport = transport.name
             self._backoff.num_failures = 0
@@ -347,9 +351,7 @@ class WriterLink:
         plan_args = transfer.key, transfer.placement, batch
         try:
             segments = planner.segments(*plan_args)
-            checksums = [0] * sum(len(copies) for _, copies in batch)
-            if self._config.checksum == "full":
-                checksums = planner.checksums(*plan_args)
+            checksums = planner.checksums(*plan_args, self._checksum_every)
             connection.write(segments, start_s + self._config.progress_timeout_s)
             transfer.record_batch(batch, checksums, connection.num_bytes - before)
         except (TransferError, ValueError) as error:
@@ -375,7 +377,7 @@ class WriterLink:
         else:
             self._stats.num_transfers += 1
             self._stats.num_blocks += len(transfer.block_indices)
-            checksums = () if self._config.checksum == "off" else transfer.layer_checksums()
+            checksums = transfer.layer_checksums() if self._checksum_every else ()
             self._send_end(transfer.key, "", checksums)
         transfer.conclude(error)
 
@@ -389,7 +391,11 @@ class WriterLink:
 
     def _send_end(self, key: RequestKey, error: str, checksums: Sequence[int]) -> None:
         end = worker_pb2.EndWrite(
-            key=key_to_proto(key), complete=not error, checksums=checksums, error=error
+            key=key_to_proto(key),
+            complete=not error,
+            checksums=checksums,
+            error=error,
+            checksum_every=self._checksum_every,
         )
         self._outgoing.put(worker_pb2.WriterMessage(end=end))
 

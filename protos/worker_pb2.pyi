@@ -1310,14 +1310,17 @@ class EndWrite(_message.Message):
     COMPLETE_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    CHECKSUM_EVERY_FIELD_NUMBER: _builtins.int
     complete: _builtins.bool
     """false: aborted or failed"""
     error: _builtins.str
+    checksum_every: _builtins.int
+    """one of so many runs was hashed; 0 and 1: every one"""
     @_builtins.property
     def key(self) -> Global___RequestKey: ...
     @_builtins.property
     def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """one per layer, over the blocks in target order"""
+        """one per layer, over the runs that the writer hashed; empty: none"""
 
     def __init__(
         self,
@@ -1326,10 +1329,11 @@ class EndWrite(_message.Message):
         complete: _builtins.bool = ...,
         checksums: _abc.Iterable[_builtins.int] | None = ...,
         error: _builtins.str = ...,
+        checksum_every: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "complete", b"complete", "error", b"error", "key", b"key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum_every", b"checksum_every", "checksums", b"checksums", "complete", b"complete", "error", b"error", "key", b"key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -48,6 +48,8 @@ class Transport(Protocol):
     """One way of moving bytes, loaded once a process."""
 
     name: str
+    crosses_network: bool
+    """Whether bytes leave the memory of this host on their way."""
     is_landing_guaranteed: bool
     """Whether a completed write is visible in the peer's memory; else the reader polls the checksum
     for a while.

@@ -271,6 +271,7 @@ class HCCLTransport:
     """See Transport."""
 
     name = NAME
+    crosses_network = True
     is_landing_guaranteed = True
 
     def __init__(self, *, backend: str, host: str, timeout_s: float):

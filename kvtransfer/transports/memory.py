@@ -73,6 +73,7 @@ class MemoryTransport:
     """See Transport."""
 
     name = NAME
+    crosses_network = False
     is_landing_guaranteed = True
 
     def __init__(self) -> None:

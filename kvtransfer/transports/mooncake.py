@@ -134,6 +134,7 @@ class MooncakeTransport:
     """See Transport. Holds the one TransferEngine of this process."""
 
     name = NAME
+    crosses_network = True
     is_landing_guaranteed = True
 
     def __init__(

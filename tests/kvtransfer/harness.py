@@ -29,7 +29,11 @@ TOKEN = "secret"
 LAYOUT = KVLayout(dtype="float32", num_layers=3, num_kv_heads=2, head_dim=16, block_size=8)
 NUM_BLOCKS = 64
 CONFIG = KVTransferConfig(
-    transport="memory", quarantine_grace_s=0.2, progress_timeout_s=1.5, connect_timeout_s=1.0
+    transport="memory",
+    checksum="full",
+    quarantine_grace_s=0.2,
+    progress_timeout_s=1.5,
+    connect_timeout_s=1.0,
 )
 
 

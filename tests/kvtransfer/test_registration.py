@@ -121,6 +121,23 @@ def test_checksums_tell_content_place_and_part_apart() -> None:
     memory.close()
 
 
+def test_a_sample_takes_its_share_of_runs_and_other_ones_in_each_layer() -> None:
+    memory = KVMemory.allocate(LAYOUT, 512)
+    runs = [(block_id * 16, 16, block_id * 16) for block_id in range(512)]
+    clean = [runs_checksum(memory, layer_idx, runs, 16) for layer_idx in (0, 1)]
+    seen: list[set[int]] = [set(), set()]
+    for block_id in range(512):
+        for layer_idx in (0, 1):
+            memory.k_caches[layer_idx][block_id, 0, 0, 0] = 1.0
+            if runs_checksum(memory, layer_idx, runs[block_id : block_id + 1], 16) != 0:
+                seen[layer_idx].add(block_id)
+    assert all(20 <= len(blocks) <= 44 for blocks in seen)
+    assert all(0 in blocks for blocks in seen)
+    assert seen[0] != seen[1]
+    assert [runs_checksum(memory, layer_idx, runs, 16) for layer_idx in (0, 1)] != clean
+    memory.close()
+
+
 def test_scales_are_parts_beside_the_values() -> None:
     memory = KVMemory.allocate(replace(LAYOUT, dtype="int8", scale_dtype="float32"), 5)
     assert [region.part for region in memory.regions[:4]] == ["k", "v", "k_scale", "v_scale"]
