@@ -1,0 +1,362 @@
+"""KV transfer between two processes, next to what the same machine does without us, in one run.
+
+- bandwidth: a transfer (checksums at both ends, KVArrived) over Mooncake against one batch of a
+  bare Mooncake engine with the same bytes; over shared memory against memcpy of the same bytes.
+- exposed: time from the end of a prompt's compute until its KV has arrived, as a share of the time
+  to the first token; pushed layer by layer, and all of it after the end.
+"""
+
+import argparse
+import asyncio
+import ctypes
+import json
+import multiprocessing
+import queue
+import random
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
+
+import grpc.aio
+import torch
+from mooncake.engine import TransferEngine
+
+from engine.block_manager import BlockManager
+from engine.kv_layout import kv_layout
+from engine.models import build_model
+from engine.request import Request, SamplingParams
+from engine.runner import Runner
+from engine.scheduler import Scheduler, SchedulerConfig
+from engine.weights import load_model_config, load_weights
+from kernels.ops import select_ops
+from kvtransfer.config import KVTransferConfig
+from kvtransfer.connector import (
+    LINK_OPTIONS,
+    BlockCopy,
+    KVArrived,
+    ReceiveEvent,
+    Receiver,
+    Sender,
+    Transfer,
+    TransferResult,
+)
+from kvtransfer.layout import KVLayout
+from kvtransfer.registration import KVMemory
+from kvtransfer.transports.loading import load_transports
+from pdserve.models import resolve_model
+from protos import worker_pb2, worker_pb2_grpc
+
+NUM_BLOCKS = 288
+BLOCK_SIZE = 32
+COPIED_BLOCKS = 128
+CHUNK_TOKENS = 512
+PROMPTS = (512, 2048, 8064)
+TIMEOUT_S = 120.0
+
+
+def run_reader(pipe: Pipe, layout: KVLayout, config: KVTransferConfig) -> None:
+    """The decoder's side: expects what it is told and says when it arrived."""
+    memory = KVMemory.allocate(layout, NUM_BLOCKS)
+    for part in memory.caches:
+        for cache in part:
+            cache.zero_()  # a page that was never written would be taken during the copy
+    events: queue.Queue[tuple[float, ReceiveEvent]] = queue.Queue()
+    transports = load_transports(config, memory)
+    receiver = Receiver(
+        memory,
+        engine_id="reader",
+        incarnation=1,
+        config=config,
+        token="",
+        on_event=lambda event: events.put((time.monotonic(), event)),
+        transports=transports,
+    )
+    started: Future[str] = Future()
+    stop = threading.Event()
+
+    async def serve() -> None:
+        server = grpc.aio.server(options=list(LINK_OPTIONS))
+        worker_pb2_grpc.add_KVLinkServicer_to_server(receiver, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        started.set_result(f"127.0.0.1:{port}")
+        await asyncio.to_thread(stop.wait)
+        await server.stop(0.2)
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    endpoint = transports.named(transports.names[0]).endpoint()
+    pipe.send((started.result(10), endpoint.SerializeToString()))
+    while (command := pipe.recv()) is not None:
+        key, blocks = command
+        receiver.expect(key, blocks)
+        pipe.send(True)
+        arrived_s, event = events.get(timeout=TIMEOUT_S)
+        assert event == KVArrived(key), event
+        pipe.send(arrived_s)
+    receiver.close()
+    stop.set()
+    thread.join(10)
+    memory.close()
+
+
+class Ends:
+    """A writer in this process and a reader in another."""
+
+    def __init__(self, memory: KVMemory, config: KVTransferConfig):
+        self.memory = memory
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=run_reader, args=(theirs, memory.layout, config))
+        self._process.start()
+        address, endpoint = self._pipe.recv()
+        self._address: str = address
+        self.endpoint = worker_pb2.TransferEndpoint.FromString(endpoint)
+        self.sender = Sender(memory, engine_id="writer", incarnation=1, config=config, token="")
+        self._results: queue.Queue[TransferResult] = queue.Queue()
+        self._count = 0
+
+    def begin(self, blocks: Sequence[int]) -> Transfer:
+        """Reserve blocks of the reader and ask for them."""
+        self._count += 1
+        key = (f"r{self._count}", 0)
+        self._pipe.send((key, list(blocks)))
+        self._pipe.recv()
+        target = worker_pb2.KVTarget(
+            engine_id="reader", incarnation=1, link_address=self._address, block_ids=blocks
+        )
+        return self.sender.begin(key, target, self._results.put)
+
+    def push_all(self, transfer: Transfer, blocks: Sequence[int]) -> None:
+        """Push all layers of the blocks and finish."""
+        copies = [BlockCopy(block, index) for index, block in enumerate(blocks)]
+        for layer_idx in range(self.memory.layout.num_layers):
+            transfer.push(layer_idx, copies)
+        transfer.finish()
+
+    def arrival_s(self) -> float:
+        """When the KV had arrived and was verified, on time.monotonic()."""
+        result = self._results.get(timeout=TIMEOUT_S)
+        assert result.ok, result
+        arrived_s: float = self._pipe.recv()
+        return arrived_s
+
+    def close(self) -> None:
+        """End both."""
+        self.sender.close()
+        self._pipe.send(None)
+        self._process.join(20)
+
+
+@contextmanager
+def ends(memory: KVMemory, **options: object) -> Iterator[Ends]:
+    """A pair of processes with these settings of the transfer."""
+    pair = Ends(memory, KVTransferConfig(**options))  # type: ignore[arg-type]
+    try:
+        yield pair
+    finally:
+        pair.close()
+
+
+def filled_memory(layout: KVLayout) -> KVMemory:
+    """A cache with something in every page."""
+    memory = KVMemory.allocate(layout, NUM_BLOCKS)
+    for part in memory.caches:
+        for cache in part:
+            cache.normal_()
+    return memory
+
+
+def transfer_s(pair: Ends, blocks: Sequence[int]) -> float:
+    """From the first push to the arrival; the grant is there before."""
+    transfer = pair.begin(blocks)
+    time.sleep(0.05)
+    started_s = time.monotonic()
+    pair.push_all(transfer, blocks)
+    return pair.arrival_s() - started_s
+
+
+def raw_batch(memory: KVMemory, endpoint: worker_pb2.TransferEndpoint) -> Callable[[], float]:
+    """A function that copies COPIED_BLOCKS of every part in one batch of a bare engine."""
+    engine = TransferEngine()
+    assert engine.initialize("127.0.0.1:0", "P2PHANDSHAKE", "tcp", "") == 0
+    assert engine.register_memory(memory.base_address, memory.num_bytes) == 0
+    sources = [region.base_address for region in memory.regions]
+    targets = [region.base_address for region in endpoint.regions]
+    sizes = [region.block_bytes * COPIED_BLOCKS for region in memory.regions]
+
+    def copy() -> float:
+        started_s = time.monotonic()
+        assert engine.batch_transfer_sync_write(endpoint.address, sources, targets, sizes) == 0
+        return time.monotonic() - started_s
+
+    return copy
+
+
+def memcpy_s(memory: KVMemory) -> float:
+    """The same bytes within this process, part by part."""
+    sizes = [region.block_bytes * COPIED_BLOCKS for region in memory.regions]
+    target = ctypes.create_string_buffer(sum(sizes))
+    ctypes.memset(target, 1, len(target))
+    times = []
+    for _ in range(5):
+        offset = ctypes.addressof(target)
+        started_s = time.monotonic()
+        for region, size in zip(memory.regions, sizes, strict=True):
+            ctypes.memmove(offset, region.base_address, size)
+            offset += size
+        times.append(time.monotonic() - started_s)
+    return statistics.median(times)
+
+
+def measure_bandwidth(layout: KVLayout, runs: int) -> dict[str, float]:
+    """Seconds of every way to copy COPIED_BLOCKS blocks."""
+    memory = filled_memory(layout)
+    together = list(range(COPIED_BLOCKS))
+    scattered = list(range(0, 2 * COPIED_BLOCKS, 2))
+    rows: dict[str, list[float]] = {}
+    for checksum in ("auto", "full"):
+        with ends(memory, transport="mooncake", checksum=checksum) as pair:
+            raw = raw_batch(memory, pair.endpoint)
+            raw()
+            transfer_s(pair, together)
+            for _ in range(runs):
+                rows.setdefault("raw Mooncake batch", []).append(raw())
+                name = f"mooncake, checksum {checksum}"
+                rows.setdefault(name, []).append(transfer_s(pair, together))
+                rows.setdefault(f"{name}, scattered blocks", []).append(transfer_s(pair, scattered))
+            del raw
+        with ends(memory, transport="memory", checksum=checksum) as pair:
+            transfer_s(pair, together)
+            for _ in range(runs):
+                rows.setdefault("memcpy", []).append(memcpy_s(memory))
+                rows.setdefault(f"memory, checksum {checksum}", []).append(
+                    transfer_s(pair, together)
+                )
+    memory.close()
+    return {name: statistics.median(times) for name, times in rows.items()}
+
+
+class Prefiller:
+    """A model that computes prompts chunk by chunk into a KV memory."""
+
+    def __init__(self, path: Path, memory: KVMemory):
+        config, ops = load_model_config(path), select_ops("auto")
+        model = build_model(config, ops)
+        load_weights(path, model)
+        self._blocks = BlockManager(NUM_BLOCKS, BLOCK_SIZE)
+        self._scheduler = Scheduler(
+            SchedulerConfig(max_num_batched_tokens=CHUNK_TOKENS, max_num_seqs=1, prefill_only=True),
+            self._blocks,
+            eos_token_ids=frozenset(),
+        )
+        self._runner = Runner(model, memory.k_caches, memory.v_caches, ops, BLOCK_SIZE)
+
+    def run(self, pair: Ends, num_tokens: int, *, by_layer: bool) -> tuple[float, float]:
+        """(time to the first token, time from then until the KV arrived) in seconds."""
+        request = Request(
+            request_id=f"{random.getrandbits(64):x}",
+            attempt=0,
+            token_ids=[random.randrange(100, 20_000) for _ in range(num_tokens)],
+            num_prompt_tokens=num_tokens,
+            sampling=SamplingParams(max_tokens=2, ignore_eos=True),
+        )
+        num_blocks = self._blocks.num_blocks_for(num_tokens)
+        transfer = pair.begin(range(num_blocks))
+        started_s = time.monotonic()
+        self._scheduler.add(request)
+        next_block = 0
+        while request.num_computed_tokens < num_tokens:
+            (entry,) = self._scheduler.schedule().scheduled
+            end = (request.num_computed_tokens + entry.num_tokens) // BLOCK_SIZE
+            copies = [BlockCopy(request.block_ids[i], i) for i in range(next_block, end)]
+            next_block = end
+
+            def push(layer_idx: int, copies: list[BlockCopy] = copies) -> None:
+                transfer.push(layer_idx, copies)
+
+            logits = self._runner.run([entry], push if by_layer else None).logits
+            token = int(logits.argmax()) if len(logits) else None
+            block_ids = list(request.block_ids)
+            self._scheduler.update([entry], [] if token is None else [token])
+        computed_s = time.monotonic()
+        if by_layer:
+            transfer.finish()
+        else:
+            pair.push_all(transfer, block_ids)
+        arrived_s = pair.arrival_s()
+        self._scheduler.remove(request)
+        return computed_s - started_s, max(arrived_s - computed_s, 0.0)
+
+
+def measure_exposed(path: Path, layout: KVLayout, transport: str, runs: int) -> list[list[float]]:
+    """Rows: prompt tokens, TTFT, exposed by layer, exposed after the end; medians in seconds."""
+    memory = KVMemory.allocate(layout, NUM_BLOCKS)
+    prefiller = Prefiller(path, memory)
+    rows = []
+    with ends(memory, transport=transport) as pair:
+        prefiller.run(pair, PROMPTS[0], by_layer=True)
+        for num_tokens in PROMPTS:
+            count = max(1, min(runs, 8192 // num_tokens))
+            by_layer = [prefiller.run(pair, num_tokens, by_layer=True) for _ in range(count)]
+            after = [prefiller.run(pair, num_tokens, by_layer=False) for _ in range(count)]
+            rows.append(
+                [
+                    float(num_tokens),
+                    statistics.median(ttft for ttft, _ in by_layer),
+                    statistics.median(exposed for _, exposed in by_layer),
+                    statistics.median(exposed for _, exposed in after),
+                ]
+            )
+    memory.close()
+    return rows
+
+
+def main() -> None:
+    """Measure and print tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--only", choices=["bandwidth", "exposed"])
+    parser.add_argument("-o", "--output", type=Path, default=Path("build/bench_transfer.json"))
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    path = resolve_model(arguments.model)
+    layout = kv_layout(load_model_config(path), BLOCK_SIZE)
+    figures: dict[str, object] = {}
+    if arguments.only != "exposed":
+        times = measure_bandwidth(layout, arguments.runs)
+        figures["bandwidth"] = times
+        num_bytes = COPIED_BLOCKS * layout.block_bytes_all_layers
+        print(
+            f"{num_bytes / 2**20:.0f} MiB\n\n| | ms | GiB/s | of the bare copy |\n|---|---|---|---|"
+        )
+        for name, seconds in times.items():
+            bare = times["raw Mooncake batch" if "ooncake" in name else "memcpy"]
+            print(
+                f"| {name} | {seconds * 1e3:.0f} | {num_bytes / seconds / 2**30:.2f} "
+                f"| {100 * bare / seconds:.0f} % |"
+            )
+    if arguments.only != "bandwidth":
+        rows = measure_exposed(path, layout, "mooncake", arguments.runs)
+        figures["exposed"] = rows
+        print("\n| prompt | TTFT ms | exposed ms, by layer | share | after the end ms | share |")
+        print("|---|---|---|---|---|---|")
+        for num_tokens, ttft_s, by_layer_s, after_s in rows:
+            print(
+                f"| {num_tokens:.0f} | {ttft_s * 1e3:.0f} | {by_layer_s * 1e3:.1f} "
+                f"| {100 * by_layer_s / (ttft_s + by_layer_s):.1f} % | {after_s * 1e3:.1f} "
+                f"| {100 * after_s / (ttft_s + after_s):.1f} % |"
+            )
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
