@@ -8,6 +8,7 @@ kernels/ascend; docs/npu.md says how all of it is checked without an NPU.
 import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 import torch_npu
@@ -22,10 +23,11 @@ from kernels.ascend.linear import (
     NpuGroupedLinear,
     NpuInt8Linear,
     NpuLinear,
+    NpuQuantizedLinear,
     frozen,
 )
 from kernels.gating import Gating
-from kernels.ops import GroupedLinear, Linear
+from kernels.ops import Ops
 from kernels.quantized import QuantizedWeight
 
 # NOTE: TorchAir defines these operators when it is first asked for them; within a trace that is too
@@ -83,42 +85,43 @@ class NpuOps:
         """Transpose the weight once, on the device."""
         return NpuGroupedLinear(self.parameter(weight))
 
-    def linear_int8(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> NpuInt8Linear:
-        """Transpose the weight once, into the layout of the matrix unit."""
-        return NpuInt8Linear(
-            weight.to(self.device),
-            scale.to(self.device),
-            None if bias is None else self.parameter(bias),
-            dtype=self.dtype,
-            quantizes_activations=self._quantizes_activations,
-        )
+    def quantized_linear(
+        self, weight: QuantizedWeight, bias: Tensor | None
+    ) -> NpuLinear | NpuInt8Linear | NpuQuantizedLinear:
+        """Transpose the weight once; one that no operator takes is brought to floats."""
+        weight = self._placed(weight)
+        if bias is not None:
+            bias = self.parameter(bias)
+        if self._quantizes_activations and weight.is_int8_per_row:
+            return NpuInt8Linear(weight, bias, dtype=self.dtype)
+        if NpuQuantizedLinear.fits(weight):
+            return NpuQuantizedLinear(weight, bias, dtype=self.dtype)
+        return NpuLinear(self.parameter(weight.dequantize()), bias)
 
-    def quantized_linear(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
-        """int8 with a scale per output as such; every other form is dequantised."""
-        if weight.is_int8_per_row:
-            return self.linear_int8(weight.values, weight.scale[:, 0], bias)
-        return self.linear(weight.dequantize(), bias)
+    def quantized_vocabulary(self, weight: QuantizedWeight) -> NpuLinear:
+        """In floats: a vocabulary has more outputs than the quantised operators take."""
+        return NpuLinear(self.parameter(weight.dequantize()), None)
 
-    def quantized_vocabulary(self, weight: QuantizedWeight) -> Linear:
-        """Dequantised: an int8 weight is stored for products."""
-        return self.linear(weight.dequantize(), None)
-
-    def grouped_quantized_linear(self, weights: Sequence[QuantizedWeight]) -> GroupedLinear:
-        """The same per group."""
+    def grouped_quantized_linear(
+        self, weights: Sequence[QuantizedWeight]
+    ) -> NpuGroupedLinear | NpuGroupedInt8Linear:
+        """One stack of int8 weights with a scale per output; others are brought to floats."""
         if all(weight.is_int8_per_row for weight in weights):
-            values = torch.stack([weight.values for weight in weights])
-            return self.grouped_linear_int8(
-                values, torch.stack([weight.scale[:, 0] for weight in weights])
+            return NpuGroupedInt8Linear(
+                torch.stack([weight.values for weight in weights]).to(self.device),
+                torch.stack([weight.scale[:, 0] for weight in weights]).to(self.device),
+                dtype=self.dtype,
+                quantizes_activations=self._quantizes_activations,
             )
         return self.grouped_linear(torch.stack([weight.dequantize() for weight in weights]))
 
-    def grouped_linear_int8(self, weight: Tensor, scale: Tensor) -> NpuGroupedInt8Linear:
-        """The same per group."""
-        return NpuGroupedInt8Linear(
-            weight.to(self.device),
-            scale.to(self.device),
-            dtype=self.dtype,
-            quantizes_activations=self._quantizes_activations,
+    def _placed(self, weight: QuantizedWeight) -> QuantizedWeight:
+        offset = weight.offset
+        return replace(
+            weight,
+            values=weight.values.to(self.device),
+            scale=weight.scale.to(self.device),
+            offset=None if offset is None else offset.to(self.device),
         )
 
     def parameter(self, weight: Tensor, *, is_exact: bool = False) -> Tensor:
@@ -347,7 +350,7 @@ class NpuOps:
         return self._launch(call).view(shape)
 
 
-def load() -> NpuOps:
+def load() -> Ops:
     """The ops on this process's current NPU.
 
     Raises: RuntimeError: there is no NPU that torch_npu can use.

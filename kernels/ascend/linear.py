@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from kernels.quantized import QuantizedWeight
+
 FRACTAL_NZ = 29
 _MAX_FEATURES = 65535
 _MAX_GROUPS = 1024
@@ -36,36 +38,79 @@ class NpuLinear:
         return functional.embedding(row_ids, self._weight)
 
 
-class NpuInt8Linear:
-    """y = (x W^T) * scale + b on an int8 weight; with int8 activations if asked (W8A8)."""
+class NpuQuantizedLinear:
+    """y = x W^T + b on a weight in 4 or 8 bits; activations stay as they are (W8A16, W4A16).
 
-    def __init__(
-        self,
-        weight: Tensor,
-        scale: Tensor,
-        bias: Tensor | None,
-        *,
-        dtype: torch.dtype,
-        quantizes_activations: bool,
-    ) -> None:
-        """weight: [out, in] int8; scale: [out] float32; bias: [out]; dtype: of x and y."""
-        self.out_features, self.in_features = weight.shape
+    The operator has W = (values + offset) * scale with values around zero.
+    """
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, *, dtype: torch.dtype) -> None:
+        """dtype: of x and y. See `fits` for which weights the operator takes."""
+        self.out_features, self.in_features = weight.values.shape
         _check_features("linear", self.in_features, self.out_features)
-        self._dtype = dtype
-        self._quantizes_activations = quantizes_activations
-        self._weight = to_nz(weight.t())
-        self._scale = frozen(scale if quantizes_activations else scale.to(dtype))
+        is_per_row = weight.scale.shape[1] == 1
+        self._group_size = 0 if is_per_row else weight.group_size
+        values, offset = weight.values.t().contiguous(), weight.offset
+        shift = 8 if weight.num_bits == 4 else 0
+        if shift:
+            packed = torch.ops.npu.npu_convert_weight_to_int4pack((values - shift).int())
+            self._weight = frozen(packed)
+        else:
+            self._weight = to_nz(values)
+        self._scale = frozen(_factor(weight.scale, is_per_row, dtype))
+        self._offset: Tensor | None = None
+        if offset is not None or shift:
+            steps = 0 if offset is None else offset / weight.scale
+            shifted = torch.zeros_like(weight.scale) + steps + shift
+            self._offset = frozen(_factor(shifted, is_per_row, dtype))
         self._bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [T, in_features] -> [T, out_features]."""
-        if not self._quantizes_activations:
-            out: Tensor = torch.ops.npu.npu_weight_quant_batchmatmul(
-                x, self._weight, self._scale, bias=self._bias
-            )
-            return out
+        out: Tensor = torch.ops.npu.npu_weight_quant_batchmatmul(
+            x,
+            self._weight,
+            self._scale,
+            self._offset,
+            bias=self._bias,
+            antiquant_group_size=self._group_size,
+        )
+        return out
+
+    def rows(self, row_ids: Tensor) -> Tensor:
+        """A vocabulary is not quantised on the NPU. Raises: NotImplementedError: always."""
+        raise NotImplementedError("rows of a quantised weight: it is stored for products")
+
+    @staticmethod
+    def fits(weight: QuantizedWeight) -> bool:
+        """Whether the operator takes it: whole groups of a multiple of 32, pairs of 4 bits."""
+        out_features, in_features = weight.values.shape
+        is_per_row = weight.scale.shape[1] == 1
+        has_groups = weight.group_size % 32 == 0 and in_features % weight.group_size == 0
+        return (is_per_row or has_groups) and (weight.num_bits == 8 or out_features % 8 == 0)
+
+
+def _factor(factor: Tensor, is_per_row: bool, dtype: torch.dtype) -> Tensor:
+    """[out, groups] -> [out], or [groups, out]."""
+    return (factor[:, 0] if is_per_row else factor.t().contiguous()).to(dtype)
+
+
+class NpuInt8Linear:
+    """y = (x W^T) * scale + b on int8 weights and int8 activations (W8A8)."""
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, *, dtype: torch.dtype) -> None:
+        """weight: with one scale per output; dtype: of x and y."""
+        self.out_features, self.in_features = weight.values.shape
+        _check_features("linear", self.in_features, self.out_features)
+        self._dtype = dtype
+        self._weight = to_nz(weight.values.t())
+        self._scale = frozen(weight.scale[:, 0].contiguous())
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [T, in_features] -> [T, out_features]."""
         x_int8, x_scale = torch.ops.npu.npu_dynamic_quant(x)
-        out = torch.ops.npu.npu_quant_matmul(
+        out: Tensor = torch.ops.npu.npu_quant_matmul(
             x_int8,
             self._weight,
             self._scale,
@@ -76,8 +121,8 @@ class NpuInt8Linear:
         return out
 
     def rows(self, row_ids: Tensor) -> Tensor:
-        """An embedding is not quantised on the NPU. Raises: NotImplementedError: always."""
-        raise NotImplementedError("rows of an int8 weight on the NPU: it is stored for products")
+        """A vocabulary is not quantised on the NPU. Raises: NotImplementedError: always."""
+        raise NotImplementedError("rows of a quantised weight: it is stored for products")
 
 
 class NpuGroupedLinear:

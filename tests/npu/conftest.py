@@ -14,10 +14,15 @@ collect_ignore_glob = [] if importlib.util.find_spec("torch_npu") else ["test_*.
 def all_shapes() -> Iterator[None]:
     """Shape functions that the wheel leaves out.
 
-    A cast keeps shape and dtype; the gather in place has those of the one that is not.
+    A cast keeps shape and dtype; eight 4-bit values share an int32; the gather in place has the
+    shapes of the one that is not.
     """
     library = torch.library.Library("npu", "IMPL", "Meta")
     library.impl("npu_format_cast", lambda x, acl_format, **_: torch.empty_like(x))
+    library.impl(
+        "npu_convert_weight_to_int4pack",
+        lambda weight, inner_k_tiles=0: weight.new_empty(weight.shape[0], weight.shape[1] // 8),
+    )
 
     def gather(*args: Any, **kwargs: Any) -> None:
         outputs = torch.ops.npu.npu_gather_pa_kv_cache_functional(*args, **kwargs)

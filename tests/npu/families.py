@@ -59,7 +59,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def family(name: str, ops: Ops, quantization: Any = None, **options: Any) -> CausalLM:
+def family(name: str, ops: Ops, quantization: Any = "none", **options: Any) -> CausalLM:
     """The model with the same random weights every time."""
     config = parse_model_config(_COMMON | CONFIGS[name] | options)
     model = build_model(config, ops)
@@ -67,7 +67,7 @@ def family(name: str, ops: Ops, quantization: Any = None, **options: Any) -> Cau
     for weight_name, weight in named_weights(model).items():
         noise = torch.randn(weight.shape, generator=generator)
         weight.copy_(1 + 0.2 * noise if "norm" in weight_name else 0.15 * noise)
-    pack_weights(model, quantization) if quantization else pack_weights(model)
+    pack_weights(model, quantization)
     return model
 
 

@@ -327,6 +327,20 @@ def quant_matmul(
     return product if bias is None else product + bias.float()
 
 
+@_kernel("npu_convert_weight_to_int4pack")
+def convert_weight_to_int4pack(weight: Tensor, inner_k_tiles: int = 0) -> Tensor:
+    _demand(weight.dtype == torch.int32 and weight.shape[-1] % 8 == 0, "eight values to an int32")
+    _demand(bool(((weight >= -8) & (weight <= 7)).all()), "values are of 4 bits")
+    nibbles = (weight & 15).unflatten(-1, (-1, 8)).long()
+    packed = (nibbles << torch.arange(0, 32, 4)).sum(-1)
+    return torch.where(packed >= 2**31, packed - 2**32, packed).int()
+
+
+def _unpacked(weight: Tensor) -> Tensor:
+    nibbles = (weight.long()[..., None] >> torch.arange(0, 32, 4)) & 15
+    return torch.where(nibbles >= 8, nibbles - 16, nibbles).flatten(-2)
+
+
 @_kernel("npu_weight_quant_batchmatmul")
 def weight_quant_batchmatmul(
     x: Tensor,
@@ -340,6 +354,8 @@ def weight_quant_batchmatmul(
     **unused: object,
 ) -> Tensor:
     _demand(antiquant_scale.dtype == x.dtype, "scales have the dtype of x")
+    weight = _unpacked(weight) if weight.dtype == torch.int32 else weight
+    _demand(antiquant_group_size % 32 == 0, "groups are a multiple of 32")
     group = antiquant_group_size or weight.shape[0]
     factor = antiquant_scale.view(-1, weight.shape[1]).repeat_interleave(group, 0)
     plain = weight.to(x.dtype)

@@ -48,11 +48,11 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def meta_model(name: str, ops: NpuOps, tp_size: int, quantization: str | None) -> CausalLM:
+def meta_model(name: str, ops: NpuOps, tp_size: int, quantization: str) -> CausalLM:
     config = parse_model_config(PUBLISHED[name] | {"num_hidden_layers": 2})
     with META:
         model = build_model(config, ops, one_rank(tp_size))
-        pack_weights(model, quantization) if quantization else pack_weights(model)  # type: ignore[arg-type]
+        pack_weights(model, quantization)  # type: ignore[arg-type]
     return model
 
 
@@ -79,12 +79,12 @@ def meta_batch(model: CausalLM, tp_size: int, seqlens: list[int], contexts: list
 
 @torch.inference_mode()
 @pytest.mark.usefixtures("all_shapes")
-@pytest.mark.parametrize("quantization", [None, "int8", "w8a8"])
+@pytest.mark.parametrize("quantization", ["none", "int8", "w8a8", "int4"])
 @pytest.mark.parametrize("tp_size", [1, 4, 8])
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_the_wheel_takes_every_call(name: str, tp_size: int, quantization: str | None) -> None:
+def test_the_wheel_takes_every_call(name: str, tp_size: int, quantization: str) -> None:
     ops = NpuOps(device=META, quantizes_activations=quantization == "w8a8")
-    model = meta_model(name, ops, tp_size, quantization and "int8")
+    model = meta_model(name, ops, tp_size, "int8" if quantization == "w8a8" else quantization)
     calls = Calls()
     for seqlens, contexts in (([300, 1, 77], [300, 900, 205]), ([1] * 32, [100] * 32)):
         kv = meta_batch(model, tp_size, seqlens, contexts)
@@ -98,7 +98,7 @@ def test_the_wheel_takes_every_call(name: str, tp_size: int, quantization: str |
     expected = set(EXPECTED[name])
     if "npu_interleave_rope" in expected:
         expected.add("npu_gather_pa_kv_cache")
-    if quantization == "int8":
+    if quantization in ("int8", "int4"):
         expected.add("npu_weight_quant_batchmatmul")
     if quantization == "w8a8":
         expected |= {"npu_dynamic_quant", "npu_quant_matmul"}

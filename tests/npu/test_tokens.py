@@ -56,11 +56,12 @@ def test_a_sequence_has_the_same_tokens_alone_and_in_a_batch(name: str) -> None:
     assert alone == together
 
 
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_int8_weights_give_the_tokens_of_the_reference(name: str) -> None:
+def test_quantised_weights_give_the_tokens_of_the_reference(name: str, quantization: str) -> None:
     lengths = prompts(9, 130)
-    expected, expected_logits = generate(family(name, ReferenceOps(), "int8"), lengths, 16)
-    tokens, logits = generate(family(name, npu_ops(), "int8"), lengths, 16)
+    expected, expected_logits = generate(family(name, ReferenceOps(), quantization), lengths, 16)
+    tokens, logits = generate(family(name, npu_ops(), quantization), lengths, 16)
     assert tokens == expected
     torch.testing.assert_close(logits, expected_logits, rtol=1e-4, atol=1e-3)
 
