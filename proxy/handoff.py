@@ -24,7 +24,7 @@ from proxy.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailab
 from proxy.inbox import Inbox, WakeQueue
 from proxy.metrics import ProxyMetrics
 from proxy.request import FinishReason, Phase, Progress, SequenceRequest, TokenEvent, TokenLogprobs
-from proxy.router import Router, WorkerSnapshot, choose
+from proxy.router import Router, WorkerSnapshot, choose, helps_out
 from proxy.session import Call, CallInbox, CallMessage, Identity, SessionLost
 from proxy.workers import WorkerPool
 
@@ -140,11 +140,12 @@ class Handoff:
             reserved = await self._await_reserved(journey, inbox)
             num_uncached = len(work.token_ids) - reserved.num_cached_tokens
             prefiller = self._choose_prefiller(
-                journey, len(work.token_ids), num_uncached, hashes, decoder.block_size
+                journey, len(work.token_ids), num_uncached, hashes, decoder
             )
             journey.prefiller = prefiller
             journey.progress.phase = Phase.PREFILL
             if prefiller is None:
+                session.expect(reservation, num_uncached)
                 locally = worker_pb2.PrefillLocally(key=reservation.proto_key())
                 reservation.send(worker_pb2.ProxyMessage(prefill_locally=locally))
                 timeout_s = self._config.first_token_timeout_s
@@ -152,6 +153,7 @@ class Handoff:
                     self._decode(journey, inbox, reservation, None, timeout_s)
                 ) as events:
                     async for event in events:
+                        session.settle(reservation)
                         self._router.note(hashes, decoder.identity)
                         hashes = []
                         yield event
@@ -388,13 +390,14 @@ class Handoff:
         num_tokens: int,
         num_uncached: int,
         hashes: list[bytes],
-        block_size: int,
+        decoder: WorkerSnapshot,
     ) -> Identity | None:
         """Pick a prefiller, or None to prefill on the decoder; count the decision."""
         prefiller: Identity | None = None
+        now = {worker.identity: worker for worker in self._pool.snapshots()}
         workers = [
             worker
-            for worker in self._pool.snapshots()
+            for worker in now.values()
             if worker.role == worker_pb2.ROLE_PREFILLER and not worker.is_draining
         ]
         if num_uncached <= self._config.local_prefill_tokens:
@@ -408,7 +411,7 @@ class Handoff:
                 journey.request.request_id,
                 num_tokens,
                 hashes,
-                block_size,
+                decoder.block_size,
                 journey.num_failures,
             )
             prefiller = choose(
@@ -418,10 +421,13 @@ class Handoff:
                 max_failures=1,
                 excluded=journey.overloaded,
             )
-            is_remote = prefiller is not None
-            path = "remote" if is_remote else "local"
-            overloaded = bool(journey.overloaded)
-            reason = "long" if is_remote else "overloaded" if overloaded else "prefill_failed"
+            path, reason = "remote", "long"
+            if prefiller is None:
+                path, reason = "local", "overloaded" if journey.overloaded else "prefill_failed"
+            elif self._config.local_prefill_tokens and helps_out(
+                now.get(decoder.identity, decoder), now[prefiller], num_uncached
+            ):
+                prefiller, path, reason = None, "local", "prefiller_busy"
         self._metrics.decisions.labels(path, reason).inc()
         return prefiller
 

@@ -20,6 +20,9 @@ _TOKENS_PER_FAILURE = 1e6
 # A shared chat-template preamble must not pull every request to one worker.
 _MIN_MATCHED_SHARE = 0.5
 _MIN_MATCHED_TOKENS = 128
+# A decoder helps a prefiller out when a queue is worth it, and few streams would notice.
+_MIN_QUEUED_TOKENS = 256
+_MAX_HELPER_SEQUENCES = 6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,6 +100,19 @@ def score(worker: WorkerSnapshot, candidate: Candidate) -> float:
         + worker.num_active * _TOKENS_PER_ACTIVE_SEQUENCE
         + worker.kv_usage**2 * _TOKENS_PER_FULL_POOL
         + candidate.num_failures.get(worker.identity, 0) * _TOKENS_PER_FAILURE
+    )
+
+
+def helps_out(decoder: WorkerSnapshot, prefiller: WorkerSnapshot, num_uncached: int) -> bool:
+    """Whether a decoder should compute a prompt itself because the prefiller has a queue.
+
+    It computes one at a time, in chunks beside its decode steps, at about half the prefiller's
+    speed: worth it once the prompt would wait for half as much as it has itself.
+    """
+    return (
+        prefiller.num_pending_tokens >= max(_MIN_QUEUED_TOKENS, num_uncached // 2)
+        and decoder.num_pending_tokens == 0
+        and decoder.num_active <= _MAX_HELPER_SEQUENCES
     )
 
 

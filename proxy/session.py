@@ -192,6 +192,13 @@ class WorkerSession:
             self._deactivate(call)
             call.closed_s = asyncio.get_running_loop().time()
 
+    def expect(self, call: Call, pending_tokens: int) -> None:
+        """Count prompt tokens of an open call as the worker's load, until it is settled."""
+        self.settle(call)
+        if call.state is CallState.OPEN and self.is_usable:
+            call.pending_tokens = pending_tokens
+            self.pending_tokens += pending_tokens
+
     def settle(self, call: Call) -> None:
         """Take the call's prompt tokens off the worker's load; idempotent."""
         self.pending_tokens -= call.pending_tokens

@@ -217,6 +217,26 @@ async def test_an_overloaded_prefiller_leaves_the_work_to_the_decoder(
         )
 
 
+async def test_an_idle_decoder_computes_a_prompt_that_would_wait_for_another(
+    stand: StandFactory, tokenizer: Tokenizer
+) -> None:
+    async with stand(local_prefill_tokens=16) as proxy:
+        (prefiller,), (decoder,) = proxy.prefillers, proxy.decoders
+        pool = proxy.server.service.pool
+        prefiller.behavior.prefill_delay_s = 2.0
+        long_prompt = [100 + i for i in range(300)]
+        waiting = asyncio.create_task(complete(proxy, prompt=long_prompt))
+        await proxy.until(lambda: any(w.num_pending_tokens for w in pool.snapshots()))
+        assert (await stream(proxy, prompt=long_prompt[::-1]))[0] == 200
+        assert not waiting.done()
+        assert (prefiller.num_prefills, decoder.num_prefills) == (0, 1)
+        reason = {"path": "local", "reason": "prefiller_busy"}
+        assert proxy.metric("pdserve_disagg_decisions_total", **reason) == 1
+        assert (await waiting).status_code == 200
+        await proxy.until_idle()
+        assert all(w.num_pending_tokens == 0 for w in pool.snapshots())
+
+
 async def test_attempts_are_bounded(stand: StandFactory) -> None:
     async with stand(max_attempts=3) as proxy:
         proxy.decoders[0].behavior.fail_at = "transfer"

@@ -4,7 +4,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protos import worker_pb2
-from proxy.router import Candidate, PrefixIndex, Router, WorkerSnapshot, choose, score
+from proxy.router import (
+    Candidate,
+    PrefixIndex,
+    Router,
+    WorkerSnapshot,
+    choose,
+    helps_out,
+    score,
+)
 from proxy.session import Identity
 
 P, D = worker_pb2.ROLE_PREFILLER, worker_pb2.ROLE_DECODER
@@ -135,3 +143,13 @@ def test_the_index_stays_within_its_bound(additions: list[tuple[int, int]]) -> N
     if additions:
         start, length = additions[-1]
         assert index.match([bytes([i]) for i in range(start, start + length)]) == {("a", 1): length}
+
+
+def test_a_decoder_helps_a_prefiller_out_only_if_that_is_quicker_and_few_notice() -> None:
+    busy = worker("p", role=P, num_pending_tokens=600)
+    assert helps_out(worker("d", num_active=3), busy, num_uncached=512)
+    assert helps_out(worker("d", num_active=3), busy, num_uncached=1200)
+    assert not helps_out(worker("d", num_active=3), busy, num_uncached=1300)
+    assert not helps_out(worker("d", num_active=30), busy, num_uncached=512)
+    assert not helps_out(worker("d", num_pending_tokens=64), busy, num_uncached=512)
+    assert not helps_out(worker("d"), worker("p", role=P, num_pending_tokens=100), num_uncached=64)
