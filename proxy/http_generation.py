@@ -24,6 +24,8 @@ from proxy.service import Service
 
 logger = logging.getLogger(__name__)
 
+# A reply with more of them is built in a thread: it would keep other streams waiting.
+_MAX_INLINE_LOGPROBS = 2048
 _DONE = b"data: [DONE]\n\n"
 # A text that stands nowhere else in an event: model names may hold anything but control characters.
 _SAMPLE = "\x00text\x00"
@@ -103,7 +105,11 @@ class GenerationResponse:
         async for delta in deltas:
             choices[delta.index].add(delta)
             self._usage.add(delta, self._request)
-        return self._format.response(select_choices(choices, self._request), self._usage)
+        selected = select_choices(choices, self._request)
+        num_logprobs = sum(len(choice.logprobs or ()) for choice in selected)
+        if num_logprobs <= _MAX_INLINE_LOGPROBS:
+            return self._format.response(selected, self._usage)
+        return await asyncio.to_thread(self._format.response, selected, self._usage)
 
     async def _stream(
         self, deltas: AsyncGenerator[Delta, None], send: Send, writes: WriteWatch

@@ -42,7 +42,9 @@ class ChoiceResult:
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
         if delta.logprobs is not None:
-            self.logprobs = [*(self.logprobs or ()), *delta.logprobs]
+            if self.logprobs is None:
+                self.logprobs = []
+            self.logprobs.extend(delta.logprobs)
         self.finish_reason = delta.finish_reason
         self.stop_reason = delta.stop_reason
 
