@@ -38,6 +38,7 @@ bench: install
 	$(BIN)/python bench/bench_service.py $(ARGS)
 	$(BIN)/python bench/bench_peers.py
 	$(BIN)/python bench/bench_interference.py
+	$(BIN)/python bench/bench_proxy.py
 	$(BIN)/python bench/bench_footprint.py
 
 protos: install
