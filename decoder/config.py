@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
 
+from engine.parallel_config import MoEComm
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderConfig:
@@ -12,8 +14,14 @@ class DecoderConfig:
 
     replicas: Annotated[int, Ge(1), Le(1024)] = 1
     """Decoders at start; `pdserve scale` changes the number."""
+    tp: Annotated[int, Ge(1), Le(64)] = 1
+    """Processes that share every layer of one decoder; divides the model's heads and widths."""
+    ep: Annotated[int, Ge(1), Le(1024)] = 1
+    """Of these, how many share the experts; 1 splits every expert over tp instead."""
+    moe_comm: MoEComm = "zero_redundancy"
+    """How tokens get to the experts and back, with ep above 1."""
     num_threads: Annotated[int, Ge(1), Le(1024)] | None = None
-    """Compute threads of one decoder; None shares the machine's cores over all workers."""
+    """Compute threads of one rank; None shares the machine's cores over all ranks."""
     kv_cache_bytes: Annotated[int, Ge(1 << 20)] = 1 << 30
     """Memory of one decoder's KV cache."""
     num_blocks: Annotated[int, Ge(1)] | None = None
@@ -26,3 +34,8 @@ class DecoderConfig:
     """auto replays captured decode steps where the kernels can; eager never does."""
     max_num_waiting: Annotated[int, Ge(1), Le(1 << 20)] = 1024
     """Bound of the queue, of requests that wait for blocks included."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of one decoder."""
+        return self.tp

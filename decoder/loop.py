@@ -12,6 +12,7 @@ Other threads put events into the inbox; answers leave through the outbox.
 
 import logging
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.prefix_tiers import TierEvent, TierFound, TierLoaded, TierWritten
@@ -21,7 +22,8 @@ from engine.worker.assembly import Engine
 from engine.worker.convert import key_from_proto, key_to_proto
 from engine.worker.inbox import Inbox, SessionClosed, SessionMessage, StatsQuery, Stop
 from engine.worker.intake import Intake
-from kvtransfer.connector import KVArrived, KVFailed, KVQuiet, ReceiveEvent, Receiver
+from engine.worker.kv_ranks import EngineReceiver
+from kvtransfer.connector import KVArrived, KVFailed, KVQuiet, ReceiveEvent
 from protos import worker_pb2
 
 DecodeEvent = SessionMessage | SessionClosed | StatsQuery | Stop | ReceiveEvent | TierEvent
@@ -54,8 +56,8 @@ class DecodeLoop:
         engine: Engine,
         intake: Intake,
         inbox: Inbox[DecodeEvent],
-        receiver: Receiver,
-        link_address: str,
+        receiver: EngineReceiver,
+        rank_addresses: Sequence[str],
     ) -> None:
         self._hello = engine.hello
         self._scheduler = engine.scheduler
@@ -66,7 +68,7 @@ class DecodeLoop:
         self._replies = intake.replies
         self._inbox = inbox
         self._receiver = receiver
-        self._link_address = link_address
+        self._rank_addresses = list(rank_addresses)
         self._tiers = engine.tiers
         self._tiers.start(engine.blocks, inbox.put)
         self._entries: dict[RequestKey, _Entry] = {}
@@ -184,7 +186,8 @@ class DecodeLoop:
         target = worker_pb2.KVTarget(
             engine_id=self._hello.engine_id,
             incarnation=self._hello.incarnation,
-            link_address=self._link_address,
+            link_address=self._rank_addresses[0],
+            rank_addresses=self._rank_addresses,
             first_block=first_block,
             block_ids=block_ids,
             block_size=self._blocks.block_size,
@@ -310,4 +313,4 @@ class DecodeLoop:
         self._replies.released(request.key)
 
     def _stats(self) -> worker_pb2.WorkerStats:
-        return self._intake.stats(self._receiver.stats().transfers, num_pending=len(self._pending))
+        return self._intake.stats(self._receiver.stats(), num_pending=len(self._pending))

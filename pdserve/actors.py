@@ -7,6 +7,7 @@ import asyncio
 import importlib
 import json
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -14,6 +15,14 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from ray.util import get_node_ip_address, list_named_actors
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_current_placement_group,
+    get_placement_group,
+    placement_group,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from pdserve.controller_config import RoleConfig
 
@@ -59,7 +68,11 @@ class WorkerActor:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         module, _, name = entry.partition(":")
         start = vars(importlib.import_module(module))[name]
-        self._worker: Worker = start(json.dumps(config))
+        self._worker: Worker
+        if (group := get_current_placement_group()) is None:
+            self._worker = start(json.dumps(config))
+        else:
+            self._worker = start(json.dumps(config), RayLauncher(group))
 
     def info(self) -> Info:
         """The worker's own report, and the node it is on."""
@@ -70,11 +83,58 @@ class WorkerActor:
         self._worker.stop()
 
 
+class RankActor:
+    """Another rank of a worker, in a process of its own; made by the worker, and gone with it."""
+
+    def run(self, rank: int, address: str, token: str) -> None:
+        """Be that rank until its leader at `address` is done; the process ends then."""
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        follower = importlib.import_module("engine.worker.follower")
+        is_local = address.startswith("127.")
+        host: str = "127.0.0.1" if is_local else get_node_ip_address()  # type: ignore[no-untyped-call]
+        follower.be_follower(rank, address, token, host)
+
+
+class RayLauncher:
+    """Implements engine.worker.ranks.Launcher: rank r runs in bundle r of the worker's group."""
+
+    def __init__(self, group: PlacementGroup) -> None:
+        self._group = group
+        self._actors: list[ActorHandle[RankActor]] = []
+
+    def launch(self, rank: int, address: str, token: str) -> None:
+        """Start the rank; Ray waits for its place if the one before has not left it yet."""
+        bundle = self._group.bundle_specs[rank]
+        options: dict[str, Any] = {
+            "num_cpus": bundle.get("CPU", 0),
+            "max_restarts": 0,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, rank),
+        }
+        if "NPU" in bundle:
+            options["resources"] = {"NPU": bundle["NPU"]}
+        actor: Any = ray.remote(RankActor).options(**options).remote()
+        actor.run.remote(rank, address, token)
+        self._actors.append(actor)
+
+    def close(self) -> None:
+        """The ranks end by themselves; whoever does not is ended with its place."""
+        self.kill()
+
+    def kill(self) -> None:
+        """End them now."""
+        for actor in self._actors:
+            with suppress(RayError):
+                ray.kill(actor, no_restart=True)
+        self._actors.clear()
+
+
 @dataclass(frozen=True, slots=True)
 class RayWorker:
     """Handle of a WorkerActor."""
 
     handle: "ActorHandle[WorkerActor]"
+    group: PlacementGroup | None = None
+    """Where its ranks run, if there are several."""
 
     async def info(self) -> Info:
         """Ask for its state; waits while its constructor runs.
@@ -101,6 +161,8 @@ class RayWorker:
     async def kill(self) -> None:
         """End its process, for good; its name is free at once."""
         await asyncio.to_thread(ray.kill, self.handle, no_restart=True)
+        if self.group is not None:
+            await asyncio.to_thread(remove_placement_group, self.group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,14 +185,34 @@ class RayWorkers:
         }
         if role.num_npus:
             options["resources"] = {"NPU": role.num_npus}
+        group = None
+        if role.num_ranks > 1:
+            group = await asyncio.to_thread(_place, name, role)
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, 0)
         factory = ray.remote(WorkerActor).options(**options)
         handle = await asyncio.to_thread(factory.remote, role.entry, config_json)
-        return RayWorker(cast("ActorHandle[WorkerActor]", handle))
+        return RayWorker(cast("ActorHandle[WorkerActor]", handle), group)
 
     async def names(self) -> list[str]:
         """Names of all live actors of the namespace."""
         actors = await asyncio.to_thread(list_named_actors, all_namespaces=True)
         return [actor["name"] for actor in actors if actor["namespace"] == self.namespace]
+
+
+def _place(name: str, role: RoleConfig) -> PlacementGroup:
+    """Room for the ranks of one worker, as near to each other as there is; kept over restarts."""
+    group_name = f"{name}-ranks"
+    try:
+        group: PlacementGroup = get_placement_group(group_name)
+        return group
+    except ValueError:
+        pass  # there is none yet
+    bundle: dict[str, float] = {"CPU": role.num_cpus, "NPU": role.num_npus}
+    bundle = {resource: amount for resource, amount in bundle.items() if amount}
+    # NOTE: Ray refuses an empty bundle; a byte of memory is free everywhere.
+    bundles = [bundle or {"memory": 1.0} for _ in range(role.num_ranks)]
+    group = placement_group(bundles, strategy="PACK", name=group_name, lifetime="detached")
+    return group
 
 
 def _reason(error: Exception) -> str:

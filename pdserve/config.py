@@ -17,6 +17,7 @@ from annotated_types import Ge, Gt, Le, Len
 
 from decoder.config import DecoderConfig
 from engine.config import Quantization, Speculation
+from engine.parallel_config import ParallelConfig
 from engine.worker.config import WorkerConfig
 from kvtransfer.config import KVTransferConfig
 from kvtransfer.tiers.config import TierConfig
@@ -133,6 +134,7 @@ def check(config: ServiceConfig) -> None:
         *_check_addresses(config),
         *_check_cache(config),
         *_check_times(config),
+        *_check_ranks(config),
     ]
     if problems:
         raise ConfigError(problems)
@@ -141,8 +143,8 @@ def check(config: ServiceConfig) -> None:
 def resolve(config: ServiceConfig, num_cores: int | None = None) -> ServiceConfig:
     """Fill in what was left open: names, threads."""
     cores = num_cores or len(os.sched_getaffinity(0))
-    workers = config.prefiller.replicas + config.decoder.replicas
-    num_threads = max(1, cores // workers)
+    ranks = sum(role.replicas * role.num_ranks for role in (config.prefiller, config.decoder))
+    num_threads = max(1, cores // ranks)
     prefiller = replace(config.prefiller, num_threads=config.prefiller.num_threads or num_threads)
     decoder = replace(config.decoder, num_threads=config.decoder.num_threads or num_threads)
     return replace(
@@ -195,6 +197,7 @@ def worker_configs(
             "lease_s": config.lease_s,
             "transfer": config.transfer,
             "tiers": config.tiers,
+            "parallel": ParallelConfig(tp_size=role.tp, ep_size=role.ep, moe_comm=role.moe_comm),
         }
 
     prefiller, decoder = config.prefiller, config.decoder
@@ -277,6 +280,14 @@ def _check_cache(config: ServiceConfig) -> list[str]:
             f"the KV caches (kv_cache_bytes times replicas) take {format_bytes(total_bytes)}, "
             f"this machine has {format_bytes(machine_bytes)}"
         )
+    return problems
+
+
+def _check_ranks(config: ServiceConfig) -> list[str]:
+    problems = []
+    for name, role in (("prefiller", config.prefiller), ("decoder", config.decoder)):
+        if role.num_ranks % role.ep:
+            problems.append(f"{name}.ep is {role.ep}: must divide the {role.num_ranks} ranks")
     return problems
 
 

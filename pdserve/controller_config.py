@@ -18,10 +18,12 @@ class RoleConfig:
     """WorkerConfig as JSON; engine_id and host are filled in per worker."""
     replicas: int
     """Workers wanted at first."""
+    num_ranks: int = 1
+    """Processes of each worker; Ray places them together."""
     num_cpus: float = 0
-    """CPUs that Ray reserves for each. 0 where one machine has to take any number of workers."""
+    """CPUs that Ray reserves for each rank. 0 where one machine has to take any number of them."""
     num_npus: int = 0
-    """NPU resources that Ray reserves for each."""
+    """NPU resources that Ray reserves for each rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

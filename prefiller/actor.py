@@ -6,18 +6,21 @@ from contextlib import ExitStack, contextmanager
 from engine.worker.assembly import build_engine
 from engine.worker.config import WorkerConfig
 from engine.worker.endpoint import Endpoint
+from engine.worker.kv_ranks import EngineSender
 from engine.worker.process import Start, WorkerProcess
+from engine.worker.ranks import Launcher
 from kvtransfer.connector import Sender
 from prefiller.loop import PrefillEvent, PrefillLoop
 from protos import worker_pb2
 
 
-def start(config_json: str) -> WorkerProcess:
+def start(config_json: str, launcher: Launcher | None = None) -> WorkerProcess:
     """Begin to load a `WorkerConfig` and to serve it; returns at once.
 
+    launcher: of the engine's other ranks; None starts them on this machine.
     Raises: ValueError: the text is not such a configuration.
     """
-    return WorkerProcess(WorkerConfig.from_json(config_json), serve_prefill)
+    return WorkerProcess(WorkerConfig.from_json(config_json), serve_prefill, launcher)
 
 
 @contextmanager
@@ -38,5 +41,8 @@ def serve_prefill(start: Start) -> Iterator[PrefillLoop]:
         endpoint: Endpoint[PrefillEvent] = Endpoint(start, engine)
         endpoint.serve()
         yield PrefillLoop(
-            engine=engine, intake=endpoint.intake, inbox=endpoint.inbox, sender=sender
+            engine=engine,
+            intake=endpoint.intake,
+            inbox=endpoint.inbox,
+            sender=EngineSender(sender, engine.leading, config.block_size),
         )

@@ -5,6 +5,8 @@ from typing import Annotated
 
 from annotated_types import Ge, Le
 
+from engine.parallel_config import MoEComm
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillerConfig:
@@ -12,8 +14,14 @@ class PrefillerConfig:
 
     replicas: Annotated[int, Ge(0), Le(1024)] = 1
     """Prefillers at start; `pdserve scale` changes the number."""
+    tp: Annotated[int, Ge(1), Le(64)] = 1
+    """Processes that share every layer of one prefiller; divides the model's heads and widths."""
+    ep: Annotated[int, Ge(1), Le(1024)] = 1
+    """Of these, how many share the experts; 1 splits every expert over tp instead."""
+    moe_comm: MoEComm = "zero_redundancy"
+    """How tokens get to the experts and back, with ep above 1."""
     num_threads: Annotated[int, Ge(1), Le(1024)] | None = None
-    """Compute threads of one prefiller; None shares the machine's cores over all workers."""
+    """Compute threads of one rank; None shares the machine's cores over all ranks."""
     kv_cache_bytes: Annotated[int, Ge(1 << 20)] = 512 << 20
     """Memory of one prefiller's KV cache."""
     num_blocks: Annotated[int, Ge(1)] | None = None
@@ -24,3 +32,8 @@ class PrefillerConfig:
     """Tokens of one step: the chunk of a long prompt."""
     max_num_waiting: Annotated[int, Ge(1), Le(1 << 20)] = 1024
     """Bound of the queue."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of one prefiller."""
+        return self.tp

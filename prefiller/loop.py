@@ -19,7 +19,8 @@ from engine.worker.assembly import Engine
 from engine.worker.convert import key_from_proto
 from engine.worker.inbox import Inbox, SessionClosed, SessionMessage, StatsQuery, Stop
 from engine.worker.intake import Intake
-from kvtransfer.connector import BlockCopy, Sender, Transfer, TransferResult
+from engine.worker.kv_ranks import EngineSender, EngineTransfer
+from kvtransfer.connector import BlockCopy, TransferResult
 from protos import worker_pb2
 
 PrefillEvent = SessionMessage | SessionClosed | StatsQuery | Stop | TransferResult | TierEvent
@@ -35,7 +36,7 @@ class _Entry:
 
     request: Request
     target: worker_pb2.KVTarget
-    transfer: Transfer | None = None
+    transfer: EngineTransfer | None = None
     """Set at the first chunk; None again once it is quiet."""
     next_block: int = 0
     """First block of the prompt that was not pushed yet."""
@@ -46,7 +47,7 @@ class PrefillLoop:
     """See the module's docstring."""
 
     def __init__(
-        self, *, engine: Engine, intake: Intake, inbox: Inbox[PrefillEvent], sender: Sender
+        self, *, engine: Engine, intake: Intake, inbox: Inbox[PrefillEvent], sender: EngineSender
     ) -> None:
         self._scheduler = engine.scheduler
         self._blocks = engine.blocks
@@ -92,11 +93,7 @@ class PrefillLoop:
     def _compute(self, scheduled: list[ScheduledRequest]) -> None:
         pushes = [self._next_push(entry) for entry in scheduled]
 
-        def push_layer(layer_idx: int) -> None:
-            for transfer, copies in pushes:
-                transfer.push(layer_idx, copies)
-
-        emitted = self._steps.run(scheduled, push_layer)
+        emitted = self._steps.run(scheduled, self._sender.pusher(pushes))
         self._replies.tokens(emitted)
         self._replies.flush()
         for request, _ in emitted:
@@ -109,7 +106,7 @@ class PrefillLoop:
             else:
                 transfer.abort("the first token ended the request")
 
-    def _next_push(self, scheduled: ScheduledRequest) -> tuple[Transfer, list[BlockCopy]]:
+    def _next_push(self, scheduled: ScheduledRequest) -> tuple[EngineTransfer, list[BlockCopy]]:
         """The blocks that this step completes, or leaves half full; same for every layer."""
         request = scheduled.request
         entry = self._entries[request.key]

@@ -1,15 +1,13 @@
 """From a worker's configuration to its engine: weights, KV cache, scheduler, runner, sampler."""
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from engine.block_manager import BlockManager
-from engine.config import ModelConfig
 from engine.grammar import Grammars
-from engine.kv_layout import kv_layout
-from engine.models import build_model
+from engine.models import CausalLM
 from engine.models.decoder import DecoderForCausalLM
 from engine.mtp import MTPDrafter
 from engine.ngram import NgramDrafter
@@ -17,16 +15,15 @@ from engine.prefix_tiers import PrefixTiers
 from engine.runner import ForwardMemory, MakeForward, Runner
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.speculation import Drafter, Verifier
-from engine.weights import load_model_config, load_weights
 from engine.weights.fingerprint import fingerprint
 from engine.weights.vocabulary import load_vocabulary
 from engine.worker.config import WorkerConfig
 from engine.worker.convert import layout_to_proto
 from engine.worker.cores import CoreShares
-from engine.worker.process import Report, Start
+from engine.worker.process import Start
+from engine.worker.rank_part import Leading, build_parts
 from engine.worker.stats import LoopCounters
 from engine.worker.step import StepRunner
-from kernels.ops import Ops, select_ops
 from kvtransfer.registration import KVMemory
 from kvtransfer.tiers.base import TierStack
 from kvtransfer.tiers.loading import load_tiers
@@ -46,9 +43,13 @@ class Engine:
     cores: CoreShares | None
     grammars: Grammars
     tiers: PrefixTiers
+    leading: Leading | None
+    """None: there is one rank."""
 
     def close(self) -> None:
-        """Give back the cache's memory and the share of cores."""
+        """End the other ranks; give back the cache's memory and the share of cores."""
+        if self.leading is not None:
+            self.leading.ranks.close()
         self.tiers.close()
         self.memory.close()
         self.grammars.close()
@@ -67,20 +68,10 @@ def build_engine(
     Raises: ValueError: the model or a limit does not fit; says which. OSError: unreadable files.
     """
     config = start.config
-    model_config = load_model_config(Path(config.model_path))
-    if config.speculation == "mtp":
-        model_config = _with_mtp(model_config)
-    layout = kv_layout(model_config, config.block_size)
-    num_blocks = config.num_blocks or config.kv_cache_bytes // layout.block_bytes_all_layers
-    if num_blocks < 1:
-        raise ValueError(
-            f"kv_cache_bytes is {config.kv_cache_bytes}, one block takes "
-            f"{layout.block_bytes_all_layers} bytes"
-        )
-    start.report("building kernels", 0.0)
-    ops = select_ops(config.ops_backend)
-    model = _load_model(config, model_config, ops, start.report)
-    memory = KVMemory.allocate(layout, num_blocks + ops.num_spare_blocks)
+    _check_ranks(config)
+    part, leading = build_parts(start, role)
+    model: CausalLM = part.model if leading is None else leading.model
+    model_config, memory, num_blocks = part.model_config, part.memory, part.num_blocks
     tiers = _open_tiers(config, memory, num_blocks, role)
     blocks = BlockManager(num_blocks, config.block_size, [tiers])
     max_model_len = min(
@@ -103,18 +94,19 @@ def build_engine(
         eos_token_ids=eos_token_ids,
     )
     forward = None
-    if make_forward is not None:
+    # NOTE: collectives cannot be captured and replayed on CPUs.
+    if make_forward is not None and leading is None:
         max_blocks = -(-max_model_len // config.block_size)
         caches = ForwardMemory(memory.k_caches, memory.v_caches, config.max_num_seqs, max_blocks)
-        forward = make_forward(model, ops, caches)
-    runner = Runner(model, memory.k_caches, memory.v_caches, ops, config.block_size, forward)
+        forward = make_forward(part.model, part.ops, caches)
+    runner = Runner(model, memory.k_caches, memory.v_caches, part.ops, config.block_size, forward)
     counters = LoopCounters(forward=runner.forward_stats)
     hello = worker_pb2.WorkerHello(
         engine_id=config.engine_id,
         incarnation=start.incarnation,
         role=role,
         model=config.model_name,
-        layout=layout_to_proto(layout),
+        layout=layout_to_proto(memory.layout),
         num_blocks=num_blocks,
         max_model_len=max_model_len,
         vocab_size=model_config.vocab_size,
@@ -125,9 +117,11 @@ def build_engine(
         partial(load_vocabulary, Path(config.model_path)), model_config.vocab_size, eos_token_ids
     )
     verifier = Verifier(scheduler, model_config.vocab_size, eos_token_ids, grammars.next_masks)
-    drafter = _drafter(config, model, scheduler, memory)
+    drafter = _drafter(config, part.model, scheduler, memory)
     steps = StepRunner(runner, verifier, grammars, counters, cores, drafter)
-    return Engine(hello, memory, blocks, scheduler, steps, counters, cores, grammars, tiers)
+    return Engine(
+        hello, memory, blocks, scheduler, steps, counters, cores, grammars, tiers, leading
+    )
 
 
 def _open_tiers(
@@ -147,10 +141,13 @@ def _open_tiers(
     )
 
 
-def _with_mtp(model_config: ModelConfig) -> ModelConfig:
-    if not model_config.num_mtp_layers:
-        raise ValueError("speculation is mtp, but the model has no MTP layer: use ngram or none")
-    return replace(model_config, drafts_with_mtp=True)
+def _check_ranks(config: WorkerConfig) -> None:
+    if config.parallel.world_size == 1:
+        return
+    if config.tiers.is_on:
+        raise ValueError("tiers hold the KV of one rank: they cannot be on with several")
+    if config.speculation == "mtp":
+        raise ValueError("speculation mtp drafts on one rank: use ngram or none with several")
 
 
 def _drafter(
@@ -168,16 +165,3 @@ def _join_cores(config: WorkerConfig) -> CoreShares | None:
     folder = Path(config.cores_folder).expanduser()
     max_threads = config.max_threads or len(os.sched_getaffinity(0))
     return CoreShares(folder, config.engine_id, config.num_threads, max_threads)
-
-
-def _load_model(
-    config: WorkerConfig, model_config: ModelConfig, ops: Ops, report: Report
-) -> DecoderForCausalLM:
-    model = build_model(model_config, ops)
-    report("loading weights", 0.0)
-
-    def progress(done: int, total: int) -> None:
-        report("loading weights", done / max(total, 1))
-
-    load_weights(Path(config.model_path), model, progress, quantization=config.quantization)
-    return model

@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict, dataclass, field
 
 from engine.config import Quantization, Speculation
+from engine.parallel_config import ParallelConfig
 from kvtransfer.config import KVTransferConfig
 from kvtransfer.tiers.config import TierConfig
 
@@ -54,6 +55,10 @@ class WorkerConfig:
     """Where drafts come from. Peers must agree on mtp: its layer has a KV cache of its own."""
     num_draft_tokens: int = 0
     """Drafts of a request in a step; 0 without speculation."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """How the engine is spread over ranks, and which one this process is."""
+    rank_timeout_s: float = 30.0
+    """A rank that has not ended a step within this time takes its engine down."""
     lease_s: float = 4.0
     """A request that its proxy does not renew for this long is aborted."""
     transfer: KVTransferConfig = field(default_factory=KVTransferConfig)
@@ -71,4 +76,5 @@ class WorkerConfig:
         values = json.loads(text)
         values["transfer"] = KVTransferConfig(**values["transfer"])
         values["tiers"] = TierConfig(**values["tiers"])
+        values["parallel"] = ParallelConfig(**values["parallel"])
         return cls(**values)

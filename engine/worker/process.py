@@ -17,6 +17,8 @@ from typing import Protocol
 import torch
 
 from engine.worker.config import WorkerConfig
+from engine.worker.local_ranks import LocalLauncher
+from engine.worker.ranks import Launcher
 from engine.worker.server import ServerThread
 
 _STOP_TIMEOUT_S = 10.0
@@ -49,15 +51,24 @@ class Start:
     server: ServerThread
     address: str
     report: Report
+    launcher: Launcher
+    """Starts the other ranks, if there are any."""
+    on_lost: Callable[[str], None]
+    """Ends the process: the engine has lost a rank."""
 
 
 class WorkerProcess:
     """Runs one role; `serve` builds the loop, answers on `server` while its context is open."""
 
     def __init__(
-        self, config: WorkerConfig, serve: Callable[[Start], AbstractContextManager[Loop]]
+        self,
+        config: WorkerConfig,
+        serve: Callable[[Start], AbstractContextManager[Loop]],
+        launcher: Launcher | None = None,
     ) -> None:
+        """launcher: of the other ranks; None starts them on this machine."""
         self._config = config
+        self._launcher = launcher or LocalLauncher()
         self._serve = serve
         self._lock = threading.Lock()
         self._loop: Loop | None = None
@@ -102,7 +113,15 @@ class WorkerProcess:
         server = ServerThread("grpc")
         try:
             address = f"{self._config.host}:{server.bind(self._config.host)}"
-            start = Start(self._config, self._incarnation, server, address, self._report)
+            start = Start(
+                self._config,
+                self._incarnation,
+                server,
+                address,
+                self._report,
+                self._launcher,
+                self._on_lost,
+            )
             with self._serve(start) as loop:
                 with self._lock:
                     self._loop = loop
@@ -123,5 +142,14 @@ class WorkerProcess:
             # NOTE: after an unexpected error nobody knows which blocks are whose. Exit: the streams
             # break, the proxies take their requests elsewhere, Ray starts a clean process.
             _log.exception("engine loop of %s failed: exiting", self._config.engine_id)
-            logging.shutdown()
-            os._exit(1)
+            self._exit()
+
+    def _on_lost(self, reason: str) -> None:
+        """NOTE: the engine thread may wait in a collective that never ends; this is another one."""
+        _log.error("engine %s is broken: %s: exiting", self._config.engine_id, reason)
+        self._exit()
+
+    def _exit(self) -> None:
+        self._launcher.kill()
+        logging.shutdown()
+        os._exit(1)

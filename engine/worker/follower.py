@@ -1,0 +1,309 @@
+"""A rank that is not the leader: it holds its part of the model and of the KV cache, and carries
+out what the leader commands. Ends with its connection to the leader.
+
+Started by a Launcher, with [rank, address of the leader, cluster token] as JSON on stdin.
+"""
+
+import json
+import logging
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+
+import grpc
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from engine.parallel import Parallel, join, leave
+from engine.request import RequestKey
+from engine.worker.config import WorkerConfig
+from engine.worker.convert import key_from_proto, key_to_proto
+from engine.worker.leading_model import forward_from_proto
+from engine.worker.rank_part import RankPart, build_part
+from engine.worker.server import ServerThread
+from engine.worker.wire import Wire, WireClosed
+from kvtransfer.connector import (
+    BlockCopy,
+    KVArrived,
+    KVFailed,
+    KVQuiet,
+    ReceiveEvent,
+    Receiver,
+    Sender,
+    Transfer,
+    TransferResult,
+)
+from protos import ranks_pb2, worker_pb2, worker_pb2_grpc
+
+_CONNECT_TIMEOUT_S = 30.0
+_WELCOME_TIMEOUT_S = 120.0
+
+_log = logging.getLogger(__name__)
+
+
+def run_follower(rank: int, address: str, token: str, host: str) -> None:
+    """Be rank `rank` of the engine whose leader listens at `address`; returns when it says stop.
+
+    host: address to bind, on this machine.
+    Raises: WireClosed: the leader is gone. OSError: it does not answer.
+    """
+    wire = Wire.connect(address, _CONNECT_TIMEOUT_S)
+    wire.send(_event(join=ranks_pb2.RankJoin(rank=rank, token=token)))
+    welcome = ranks_pb2.RankCommand.FromString(wire.receive(_WELCOME_TIMEOUT_S)).welcome
+    config = WorkerConfig.from_json(welcome.worker_json)
+    config = replace(config, host=host, transfer=replace(config.transfer, host=host))
+    torch.set_num_threads(config.num_threads)
+    with ExitStack() as stack:
+        stack.callback(wire.close)
+        stack.callback(leave)
+        store = TCPStore(welcome.store_host, welcome.store_port, None, False)
+        parallel = join(config.parallel, store, timeout_s=2 * config.rank_timeout_s)
+        try:
+            part = build_part(config, parallel, lambda phase, progress: None)
+            stack.callback(part.memory.close)
+            transfers = _transfers(welcome, config, part, wire, stack)
+        except (ValueError, OSError, RuntimeError) as error:
+            wire.send(_event(failed=ranks_pb2.RankFailed(error=f"{error}")))
+            raise
+        ready = ranks_pb2.RankReady(link_address=transfers.link_address)
+        wire.send(_event(ready=ready))
+        _Commands(wire, part, parallel, transfers).run()
+
+
+class _Transfers:
+    """This rank's Sender or Receiver; what it reports goes to the leader."""
+
+    def __init__(self, wire: Wire, sender: Sender | None, receiver: Receiver | None) -> None:
+        self.link_address = ""
+        self.receiver = receiver
+        self._sender = sender
+        self._wire = wire
+        self._transfers: dict[RequestKey, Transfer] = {}
+
+    def begin(self, command: ranks_pb2.BeginTransfer) -> None:
+        """Open this rank's part of a transfer."""
+        assert self._sender is not None, "a decoder does not send"
+        key = key_from_proto(command.key)
+        self._transfers[key] = self._sender.begin(key, command.target, self._on_done)
+
+    def pusher(self, pushes: list[ranks_pb2.Push]) -> Callable[[int], None] | None:
+        """What to call once a layer is written; None: nothing is to be pushed."""
+        if not pushes:
+            return None
+        plan = []
+        for push in pushes:
+            transfer = self._transfers.get(key_from_proto(push.key))
+            if transfer is None:
+                continue  # it has failed; the leader is about to learn it
+            pairs = zip(push.block_ids, push.block_indices, strict=True)
+            copies = [
+                BlockCopy(block_id, index)
+                for block_id, index in pairs
+                if index in transfer.block_indices
+            ]
+            plan.append((transfer, copies))
+
+        def push_layer(layer_idx: int) -> None:
+            for transfer, copies in plan:
+                transfer.push(layer_idx, copies)
+
+        return push_layer
+
+    def finish(self, key: RequestKey) -> None:
+        """No more pushes; its end is reported."""
+        if (transfer := self._transfers.pop(key, None)) is not None:
+            transfer.finish()
+
+    def abort(self, key: RequestKey, reason: str) -> None:
+        """Give it up; its end is reported."""
+        if (transfer := self._transfers.pop(key, None)) is not None:
+            transfer.abort(reason)
+
+    def _on_done(self, result: TransferResult) -> None:
+        self._transfers.pop(result.key, None)
+        ended = ranks_pb2.TransferEnded(
+            key=key_to_proto(result.key),
+            error="" if result.ok else result.error or "failed",
+            num_bytes=result.num_bytes,
+            num_blocks=result.num_blocks,
+        )
+        _report(self._wire, transfer_ended=ended)
+
+
+class _Commands:
+    """Carries out the leader's commands.
+
+    What computes, and the end of transfers, which must come after its pushes: one after another on
+    the caller's thread. What announces transfers: at once, on the thread that reads, or a writer
+    could come before a forward pass ends and find nobody expecting it.
+    """
+
+    def __init__(
+        self, wire: Wire, part: RankPart, parallel: Parallel, transfers: _Transfers
+    ) -> None:
+        self._wire = wire
+        self._part = part
+        self._parallel = parallel
+        self._transfers = transfers
+        self._queue: queue.SimpleQueue[ranks_pb2.RankCommand] = queue.SimpleQueue()
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        """Until the leader says stop; the process ends when it is gone."""
+        threading.Thread(target=self._read, name="commands", daemon=True).start()
+        while True:
+            command = self._queue.get()
+            match command.WhichOneof("command"):
+                case "forward":
+                    self._forward(command.forward)
+                case "logits":
+                    self._logits(command.logits.num_rows)
+                case "finish_transfer":
+                    self._transfers.finish(key_from_proto(command.finish_transfer.key))
+                case "abort_transfer":
+                    abort = command.abort_transfer
+                    self._transfers.abort(key_from_proto(abort.key), abort.reason)
+                case _:
+                    return
+
+    def _read(self) -> None:
+        try:
+            while True:
+                command = ranks_pb2.RankCommand.FromString(self._wire.receive())
+                if not self._announce(command):
+                    self._queue.put(command)
+                if command.HasField("stop"):
+                    return
+        except WireClosed as error:
+            # NOTE: the other thread may wait in a collective for ranks that are gone as well.
+            _end(1, f"the leader is gone ({error})")
+        except Exception:
+            _log.exception("a command failed")
+            _end(1, "a command failed")
+
+    def _announce(self, command: ranks_pb2.RankCommand) -> bool:
+        """Carry out what does not wait for the model; False: it is something else."""
+        receiver = self._transfers.receiver
+        match command.WhichOneof("command"):
+            case "begin_transfer":
+                self._transfers.begin(command.begin_transfer)
+            case "expect" if receiver is not None:
+                expect = command.expect
+                receiver.expect(
+                    key_from_proto(expect.key),
+                    list(expect.block_ids),
+                    first_block=expect.first_block,
+                    num_tokens=expect.num_tokens,
+                )
+            case "cancel_expected" if receiver is not None:
+                receiver.cancel(key_from_proto(command.cancel_expected.key))
+            case _:
+                return False
+        return True
+
+    def _forward(self, forward: ranks_pb2.Forward) -> None:
+        self._wire.send(_event(step=ranks_pb2.RankStep(step=forward.step)))
+        memory = self._part.memory
+        input_ids, positions, kv = forward_from_proto(forward, memory.k_caches, memory.v_caches)
+        on_layer = self._transfers.pusher(list(forward.pushes))
+        self._part.model(input_ids, positions, kv, on_layer)
+        self._wire.send(_event(step=ranks_pb2.RankStep(step=forward.step, done=True)))
+
+    def _logits(self, num_rows: int) -> None:
+        hidden = torch.empty(num_rows, self._part.model.config.hidden_size)
+        self._part.model.logits(self._parallel.tp.broadcast(hidden, 0))
+
+
+def _transfers(
+    welcome: ranks_pb2.RankWelcome,
+    config: WorkerConfig,
+    part: RankPart,
+    wire: Wire,
+    stack: ExitStack,
+) -> _Transfers:
+    if welcome.role == worker_pb2.ROLE_PREFILLER:
+        sender = Sender(
+            part.memory,
+            engine_id=config.engine_id,
+            incarnation=welcome.incarnation,
+            config=config.transfer,
+            token=config.cluster_token,
+        )
+        stack.callback(sender.close)
+        return _Transfers(wire, sender, None)
+    receiver = Receiver(
+        part.memory,
+        engine_id=config.engine_id,
+        incarnation=welcome.incarnation,
+        config=config.transfer,
+        token=config.cluster_token,
+        on_event=lambda event: _report_received(wire, event),
+    )
+    stack.callback(receiver.close)
+    server = ServerThread("grpc")
+    stack.callback(server.stop)
+    transfers = _Transfers(wire, None, receiver)
+    transfers.link_address = f"{config.host}:{server.bind(config.host)}"
+
+    def add_link(grpc_server: grpc.aio.Server) -> None:
+        worker_pb2_grpc.add_KVLinkServicer_to_server(receiver, grpc_server)
+
+    server.start(add_link)
+    return transfers
+
+
+def _report_received(wire: Wire, event: ReceiveEvent) -> None:
+    key = key_to_proto(event.key)
+    match event:
+        case KVArrived():
+            _report(wire, arrived=ranks_pb2.Arrived(key=key))
+        case KVFailed(_, reason, quiet):
+            _report(wire, not_arriving=ranks_pb2.NotArriving(key=key, reason=reason, quiet=quiet))
+        case KVQuiet():
+            _report(wire, quiet=ranks_pb2.Quiet(key=key))
+
+
+def _event(**fields: object) -> bytes:
+    return ranks_pb2.RankEvent(**fields).SerializeToString()  # type: ignore[arg-type]
+
+
+def _report(wire: Wire, **fields: object) -> None:
+    """Tell the leader from a transfer's thread, which must not fail."""
+    try:
+        wire.send(_event(**fields))
+    except WireClosed:
+        _log.debug("the leader is gone")
+
+
+def _end(status: int, reason: str) -> None:
+    if reason:
+        _log.error("ending: %s", reason)
+    logging.shutdown()
+    os._exit(status)
+
+
+def be_follower(rank: int, address: str, token: str, host: str) -> None:
+    """`run_follower`, then end the process: at once, whatever its threads do."""
+    status = 1
+    try:
+        run_follower(rank, address, token, host)
+        status = 0
+    except WireClosed as error:
+        _log.warning("rank %d: the leader is gone (%s)", rank, error)
+    except Exception:
+        _log.exception("rank %d failed", rank)
+    _end(status, "")
+
+
+def main() -> None:
+    """Run as a process on the leader's machine."""
+    rank, address, token = json.loads(sys.stdin.read())
+    be_follower(rank, address, token, address.rpartition(":")[0])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""What a rank loads of an engine: its part of the model and of the KV cache; and, in the leader,
+the other ranks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from engine.config import ModelConfig
+from engine.kv_layout import kv_layout
+from engine.models import build_model
+from engine.models.decoder import DecoderForCausalLM
+from engine.parallel import Parallel
+from engine.weights import load_model_config, load_weights
+from engine.worker.config import WorkerConfig
+from engine.worker.leading_model import LeadingModel
+from engine.worker.process import Report, Start
+from engine.worker.ranks import Ranks
+from kernels.ops import Ops, select_ops
+from kvtransfer.registration import KVMemory
+from protos import worker_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class RankPart:
+    """What one rank holds of an engine."""
+
+    model_config: ModelConfig
+    ops: Ops
+    model: DecoderForCausalLM
+    memory: KVMemory
+    num_blocks: int
+    """Of the pool; the memory has the backend's spare ones besides."""
+
+
+def build_part(config: WorkerConfig, parallel: Parallel, report: Report) -> RankPart:
+    """Load this rank's part of the model and allocate its part of the cache.
+
+    Raises: ValueError: the model or a limit does not fit; says which. OSError: unreadable files.
+    """
+    model_config = load_model_config(Path(config.model_path))
+    if config.speculation == "mtp":
+        model_config = _with_mtp(model_config)
+    layout = replace(
+        kv_layout(model_config, config.block_size, parallel), weights=config.quantization
+    )
+    num_blocks = config.num_blocks or config.kv_cache_bytes // layout.block_bytes_all_layers
+    if num_blocks < 1:
+        raise ValueError(
+            f"kv_cache_bytes is {config.kv_cache_bytes}, one block takes "
+            f"{layout.block_bytes_all_layers} bytes"
+        )
+    report("building kernels", 0.0)
+    ops = select_ops(config.ops_backend)
+    model = _load_model(config, model_config, ops, parallel, report)
+    memory = KVMemory.allocate(layout, num_blocks + ops.num_spare_blocks)
+    return RankPart(model_config, ops, model, memory, num_blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class Leading:
+    """What the leader of several ranks has besides its part."""
+
+    ranks: Ranks
+    """The others."""
+    model: LeadingModel
+    """What it runs in the place of its part of the model."""
+    follower_addresses: Sequence[str]
+    """Of their KVLink services, by rank; a prefiller's have none."""
+
+
+def build_parts(start: Start, role: worker_pb2.Role.ValueType) -> tuple[RankPart, Leading | None]:
+    """Load all ranks at the same time."""
+    if start.config.parallel.world_size == 1:
+        return build_part(start.config, Parallel(), start.report), None
+    start.report("starting ranks", 0.0)
+    ranks = Ranks(start.config, role, start.incarnation, start.launcher, start.on_lost)
+    part = None
+    try:
+        parallel = ranks.join()
+        part = build_part(start.config, parallel, start.report)
+        addresses = ranks.wait_ready()
+    except BaseException:
+        ranks.close()
+        if part is not None:
+            part.memory.close()
+        raise
+    return part, Leading(ranks, LeadingModel(part.model, parallel, ranks), addresses)
+
+
+def _with_mtp(model_config: ModelConfig) -> ModelConfig:
+    if not model_config.num_mtp_layers:
+        raise ValueError("speculation is mtp, but the model has no MTP layer: use ngram or none")
+    return replace(model_config, drafts_with_mtp=True)
+
+
+def _load_model(
+    config: WorkerConfig, model_config: ModelConfig, ops: Ops, parallel: Parallel, report: Report
+) -> DecoderForCausalLM:
+    model = build_model(model_config, ops, parallel)
+    report("loading weights", 0.0)
+
+    def progress(done: int, total: int) -> None:
+        report("loading weights", done / max(total, 1))
+
+    load_weights(Path(config.model_path), model, progress, quantization=config.quantization)
+    return model

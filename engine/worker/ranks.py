@@ -1,0 +1,251 @@
+"""The leader's side of an engine of several ranks: it starts the others and commands them.
+
+    launch --> join --> welcome --> (loading) --> ready --> commands ... --> stop
+
+An engine lives and dies as a whole: when a follower's connection ends, or a rank is late with a
+step, `on_lost` is called with the reason, and the process is expected to end.
+"""
+
+import hmac
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from engine.parallel import Parallel, join, leave
+from engine.worker.config import WorkerConfig
+from engine.worker.wire import Wire, WireClosed
+from protos import ranks_pb2, worker_pb2
+
+_JOIN_TIMEOUT_S = 120.0
+_WATCH_INTERVAL_S = 0.5
+_STOP_TIMEOUT_S = 5.0
+
+_log = logging.getLogger(__name__)
+
+OnEvent = Callable[[int, ranks_pb2.RankEvent], None]
+"""on_event(rank, event): from the thread that reads the rank's connection."""
+
+
+class Launcher(Protocol):
+    """Starts the processes of followers."""
+
+    def launch(self, rank: int, address: str, token: str) -> None:
+        """Start rank `rank`, which joins the leader at `address`; return at once."""
+        ...
+
+    def close(self) -> None:
+        """Wait for the processes, which are about to end, and end those that do not."""
+        ...
+
+    def kill(self) -> None:
+        """End them now."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Follower:
+    rank: int
+    wire: Wire
+    ready: threading.Event
+    error: str = ""
+    link_address: str = ""
+    received: int = 0
+    done: int = 0
+    since_s: float = 0.0
+    """When it last finished a step, or was given one while it had none."""
+
+
+class Ranks:
+    """All followers of this engine. Commands reach every follower in the order they were sent."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        role: worker_pb2.Role.ValueType,
+        incarnation: int,
+        launcher: Launcher,
+        on_lost: Callable[[str], None],
+    ) -> None:
+        """Start the followers and wait until they have joined.
+
+        Raises: TimeoutError: not all did in time.
+        """
+        self._config = config
+        self._launcher = launcher
+        self._on_lost = on_lost
+        self._on_event: OnEvent = _ignore
+        self._followers: dict[int, _Follower] = {}
+        self._step = 0
+        self._closing = threading.Event()
+        self._store = TCPStore(config.host, 0, None, True, wait_for_workers=False)
+        try:
+            self._meet(role, incarnation)
+        except BaseException:
+            self.close()
+            raise
+        for follower in self._followers.values():
+            threading.Thread(
+                target=self._read, args=(follower,), name=f"rank-{follower.rank}", daemon=True
+            ).start()
+        threading.Thread(target=self._watch, name="rank-watchdog", daemon=True).start()
+
+    def join(self) -> Parallel:
+        """Build this rank's groups, with the followers."""
+        timeout_s = 2 * self._config.rank_timeout_s  # the watchdog speaks first
+        return join(self._config.parallel, self._store, timeout_s=timeout_s)
+
+    def wait_ready(self) -> list[str]:
+        """Wait until every follower has loaded; the addresses of their KVLink services.
+
+        Raises: RuntimeError: one could not load; says which and why.
+        """
+        for follower in self._followers.values():
+            follower.ready.wait()
+            if follower.error:
+                raise RuntimeError(f"rank {follower.rank}: {follower.error}")
+        return [f.link_address for _, f in sorted(self._followers.items())]
+
+    def listen(self, on_event: OnEvent) -> None:
+        """Pass what the followers' transfers report to on_event."""
+        self._on_event = on_event
+
+    def send(self, command: ranks_pb2.RankCommand, ranks: Collection[int] | None = None) -> None:
+        """Command these followers, or all; returns at once unless their buffers are full."""
+        frame = command.SerializeToString()
+        for follower in self._followers.values():
+            if ranks is not None and follower.rank not in ranks:
+                continue
+            with suppress(WireClosed):  # whoever reads the connection sees its end
+                follower.wire.send(frame)
+
+    def send_step(self, forward: ranks_pb2.Forward) -> None:
+        """Command a forward pass, and watch that it comes to an end."""
+        now_s = time.monotonic()
+        self._step += 1
+        forward.step = self._step
+        for follower in self._followers.values():
+            if follower.done == self._step - 1:
+                follower.since_s = now_s
+        self.send(ranks_pb2.RankCommand(forward=forward))
+
+    @property
+    def others(self) -> Sequence[int]:
+        """The followers' ranks."""
+        return sorted(self._followers)
+
+    def close(self) -> None:
+        """Stop the followers; a second call does nothing."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self.send(ranks_pb2.RankCommand(stop=ranks_pb2.StopRank()))
+        leave()
+        self._launcher.close()
+        for follower in self._followers.values():
+            follower.wire.close()
+
+    def _meet(self, role: worker_pb2.Role.ValueType, incarnation: int) -> None:
+        config, size = self._config, self._config.parallel.world_size
+        deadline_s = time.monotonic() + _JOIN_TIMEOUT_S
+        with socket.create_server((config.host, 0)) as server:
+            address = f"{config.host}:{server.getsockname()[1]}"
+            for rank in range(1, size):
+                self._launcher.launch(rank, address, config.cluster_token)
+            while len(self._followers) < size - 1:
+                missing = sorted(set(range(1, size)) - self._followers.keys())
+                server.settimeout(max(deadline_s - time.monotonic(), 0.01))
+                try:
+                    connection, _ = server.accept()
+                except TimeoutError:
+                    raise TimeoutError(
+                        f"ranks {missing} have not joined within {_JOIN_TIMEOUT_S} s"
+                    ) from None
+                self._welcome(Wire(connection), role, incarnation)
+
+    def _welcome(self, wire: Wire, role: worker_pb2.Role.ValueType, incarnation: int) -> None:
+        try:
+            join = ranks_pb2.RankEvent.FromString(wire.receive(_STOP_TIMEOUT_S)).join
+        except (WireClosed, TimeoutError):
+            wire.close()
+            return
+        token, rank = self._config.cluster_token, join.rank
+        if (
+            not hmac.compare_digest(join.token.encode(), token.encode())
+            or rank in self._followers
+            or not 0 < rank < self._config.parallel.world_size
+        ):
+            _log.warning("refused a connection that said it was rank %d", rank)
+            wire.close()
+            return
+        config = replace(self._config, parallel=replace(self._config.parallel, rank=rank))
+        welcome = ranks_pb2.RankWelcome(
+            worker_json=config.to_json(),
+            role=role,
+            incarnation=incarnation,
+            store_host=self._config.host,
+            store_port=self._store.port,
+        )
+        wire.send(ranks_pb2.RankCommand(welcome=welcome).SerializeToString())
+        self._followers[rank] = _Follower(rank, wire, threading.Event())
+
+    def _read(self, follower: _Follower) -> None:
+        try:
+            while True:
+                event = ranks_pb2.RankEvent.FromString(follower.wire.receive())
+                self._take(follower, event)
+        except WireClosed as error:
+            if not follower.ready.is_set():
+                follower.error = follower.error or f"it ended while loading ({error})"
+                follower.ready.set()
+            elif not self._closing.is_set():
+                self._on_lost(f"rank {follower.rank} is gone ({error})")
+
+    def _take(self, follower: _Follower, event: ranks_pb2.RankEvent) -> None:
+        match event.WhichOneof("event"):
+            case "ready":
+                follower.link_address = event.ready.link_address
+                follower.ready.set()
+            case "failed":
+                follower.error = event.failed.error
+                follower.ready.set()
+            case "step" if event.step.done:
+                follower.done, follower.since_s = event.step.step, time.monotonic()
+            case "step":
+                follower.received = event.step.step
+            case "progress":
+                pass
+            case _:
+                self._on_event(follower.rank, event)
+
+    def _watch(self) -> None:
+        while not self._closing.wait(_WATCH_INTERVAL_S):
+            if late := self._late(time.monotonic()):
+                self._on_lost(late)
+                return
+
+    def _late(self, now_s: float) -> str:
+        step, timeout_s = self._step, self._config.rank_timeout_s
+        late = [
+            f
+            for f in self._followers.values()
+            if f.done < step and now_s - f.since_s > timeout_s and f.since_s
+        ]
+        if not late:
+            return ""
+        # NOTE: those that have begun wait for the one that has not; only it is to blame.
+        names = [f.rank for f in late if f.received <= f.done] or [f.rank for f in late]
+        return (
+            f"rank {', '.join(map(str, sorted(names)))} is late: step {step} has not ended "
+            f"within {timeout_s} s"
+        )
+
+
+def _ignore(rank: int, event: ranks_pb2.RankEvent) -> None:
+    """Until somebody listens."""

@@ -1,0 +1,108 @@
+"""Engines of several ranks in the service: the tokens of one process, one life for all ranks."""
+
+import asyncio
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from engine.colocated import ColocatedEngine
+from engine.parallel_config import ParallelConfig
+from engine.request import Request, SamplingParams
+from engine.scheduler import SchedulerConfig
+from kernels.ops import select_ops
+from tests.engine.steps import load
+from tests.integration.service import Service, Worker, wait_until
+
+pytestmark = pytest.mark.multiprocess
+
+_NUM_TOKENS = 24
+_PROMPTS = [[3 + (7 * i + n * i * i) % 290 for i in range(n)] for n in (1, 5, 31, 33, 64, 200, 700)]
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model: Path) -> list[list[int]]:
+    """Greedy tokens of one process."""
+    ops = select_ops("auto")
+    engine = ColocatedEngine(
+        load(tiny_model, ops),
+        ops,
+        num_blocks=64,
+        block_size=32,
+        scheduler_config=SchedulerConfig(max_model_len=1024),
+    )
+    sampling = SamplingParams(max_tokens=_NUM_TOKENS, ignore_eos=True)
+    requests = [Request(f"{len(p)}", 0, list(p), len(p), sampling) for p in _PROMPTS]
+    engine.generate(requests)
+    return [request.token_ids[request.num_prompt_tokens :] for request in requests]
+
+
+def _generate(service: Service, prompt: list[int]) -> list[int]:
+    return service.generate(prompt, max_tokens=_NUM_TOKENS, ignore_eos=True)
+
+
+async def _generate_all(service: Service) -> list[list[int]]:
+    return list(await asyncio.gather(*(asyncio.to_thread(_generate, service, p) for p in _PROMPTS)))
+
+
+def _tp(size: int) -> dict[str, ParallelConfig]:
+    return {"parallel": ParallelConfig(tp_size=size)}
+
+
+@pytest.mark.parametrize(
+    ("prefiller_tp", "decoder_tp"),
+    [(1, 2), (2, 1), pytest.param(4, 2, marks=pytest.mark.slow)],
+)
+async def test_tokens_are_those_of_one_process(
+    prefiller_tp: int, decoder_tp: int, tiny_model: Path, expected: list[list[int]]
+) -> None:
+    with Service(
+        tiny_model,
+        prefiller=_tp(prefiller_tp),
+        decoder=_tp(decoder_tp),
+        proxy={"local_prefill_tokens": 8},
+    ) as service:
+        assert await _generate_all(service) == expected
+        assert await _generate_all(service) == expected, "a warm prefix cache changed tokens"
+        (prefiller,) = service.of_role("prefiller")
+        assert sum(t.num_transfers for t in prefiller.stats().transfers) >= 5
+        service.assert_idle()
+
+
+def _followers(worker: Worker) -> list[psutil.Process]:
+    return psutil.Process(worker.info["pid"]).children()
+
+
+def test_a_dead_rank_takes_its_engine_down_and_requests_go_on_elsewhere(
+    tiny_model: Path, expected: list[list[int]]
+) -> None:
+    with Service(tiny_model, decoders=2, decoder=_tp(2)) as service, ThreadPoolExecutor(8) as pool:
+        outputs = [
+            pool.submit(service.generate, prompt, max_tokens=400, ignore_eos=True)
+            for prompt in _PROMPTS * 2
+        ]
+        victim = wait_until(
+            lambda: next((w for w in service.of_role("decoder") if w.stats().num_running), None),
+            20,
+            "a decoder runs",
+        )
+        (follower,) = _followers(victim)
+        os.kill(follower.pid, signal.SIGKILL)
+        wait_until(lambda: not victim.alive, 5, "the engine ends with its rank")
+        service.publish()
+        for output, tokens in zip(outputs, expected * 2, strict=True):
+            assert output.result(120)[:_NUM_TOKENS] == tokens
+        service.restart(victim)
+        assert _generate(service, _PROMPTS[3]) == expected[3]
+
+
+def test_followers_end_with_their_leader(tiny_model: Path) -> None:
+    with Service(tiny_model, decoder=_tp(2)) as service:
+        (decoder,) = service.of_role("decoder")
+        (follower,) = _followers(decoder)
+        decoder.kill()
+        follower.wait(5)
+        service.publish()
