@@ -1,4 +1,4 @@
-"""The command line: pdserve up | down | status | scale | chat | config | bench.
+"""The command line: pdserve up | down | status | scale | chat | config | doctor | bench.
 
 NOTE: commands import what they run when they run it. Ray alone takes a second to import, and only
 `up` needs it; `status` should not wait for it.
@@ -168,6 +168,29 @@ def config(
         loaded = resolve(loaded)
         print(f"# model files: {resolve_model(loaded.model)}")
     print(yaml.safe_dump(user_values(loaded), sort_keys=False), end="")
+
+
+@app.command()
+def doctor(
+    config_file: ConfigFile = None, overrides: Overrides = None, as_json: AsJson = False
+) -> None:
+    """Check this machine: versions, ports, and the NPUs' driver, CANN and links."""
+    from pdserve.config_file import load_config
+    from pdserve.doctor import Machine, Verdict, examine
+
+    loaded = load_config(_file(config_file), overrides or [])
+    ports = {"http_port": loaded.http_port, "grpc_port": loaded.grpc_port}
+    findings = examine(Machine(environment=os.environ, ports=ports))
+    if as_json:
+        values = [
+            {"subject": f.subject, "verdict": f.verdict.value, "text": f.text} for f in findings
+        ]
+        print(json.dumps(values, indent=2))
+    else:
+        for finding in findings:
+            print(f"{finding.verdict.value:<6} {finding.subject:<34} {finding.text}")
+    if any(finding.verdict is Verdict.WRONG for finding in findings):
+        sys.exit(1)
 
 
 @app.command()
