@@ -1,6 +1,7 @@
 """HTTP/1.1 as uvicorn parses it, with bounds on size and time of request line and headers."""
 
 import asyncio
+import re
 
 import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -24,6 +25,19 @@ _REFUSAL = (
 )
 
 
+_UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
+
+
+def _without_upgrade(data: bytes) -> bytes:
+    """Hide offers to change the protocol, which a server may ignore.
+
+    NOTE: Java's client makes one with each request (h2c), and the parser would take the body for
+    the other protocol.
+    """
+    head, end, rest = data.partition(b"\r\n\r\n")
+    return _UPGRADE.sub(b"\r\nupgrad_:", head) + end + rest
+
+
 class BoundedHttpProtocol(HttpToolsProtocol):
     """Answers 431 where a head is larger than MAX_HEAD_BYTES, and closes the connection.
 
@@ -35,6 +49,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     """A connection that is open, or a request that has begun, without a whole head is closed."""
 
     _head_timer: asyncio.TimerHandle | None = None
+    _is_in_head = True
     _num_head_bytes = 0
     _num_silent_bytes = 0
     """Received since the parser last completed something: part of a header, at worst."""
@@ -52,6 +67,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """The head is there; the body has a deadline elsewhere."""
+        self._is_in_head = False
         self._stop_waiting()
         super().on_headers_complete()
 
@@ -70,6 +86,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse what has arrived."""
+        if self._is_in_head and b"pgrade" in data:
+            data = _without_upgrade(data)
         self._num_silent_bytes += len(data)
         super().data_received(data)
         if self._num_silent_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
@@ -108,6 +126,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """Hand over the end of the body."""
         self._num_silent_bytes = 0
+        self._is_in_head = True
         super().on_message_complete()
 
     def _count(self, num_bytes: int) -> None:

@@ -198,6 +198,27 @@ async def test_bodies_in_chunks_and_drops_are_read(stand: StandFactory) -> None:
         assert b"HTTP/1.1 200" in data
 
 
+@pytest.mark.parametrize(
+    "offer",
+    [
+        ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAAP__"),
+        ("upgrade: websocket", "connection: keep-alive, Upgrade", "Sec-WebSocket-Version: 13"),
+    ],
+)
+async def test_offers_of_another_protocol_are_ignored(
+    stand: StandFactory, offer: tuple[str, ...]
+) -> None:
+    async with stand() as proxy:
+        request, last = post(GOOD, *offer), post(GOOD, CLOSE)
+        cut = len(request) - len(GOOD)
+        for pieces in ([request], [request[:cut], request[cut:]]):
+            data = await raw(proxy, *pieces, request + last, pause_s=0.02)
+            assert data.count(b"HTTP/1.1 200") == 3, data[:300]
+        # What looks like an offer in a body is none.
+        body = GOOD.replace(b'"a"', b'"a\\r\\nUpgrade: h2c"')
+        assert (await raw(proxy, post(body, CLOSE))).startswith(b"HTTP/1.1 200")
+
+
 BROKEN: dict[str, bytes] = {
     "no HTTP": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"x" * 100 + b"\r\n\r\n",
     "two lengths": post(GOOD, "Content-Length: 5"),
