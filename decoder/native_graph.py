@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode, resolve_name
 
 from engine.batch import Batch, KVBatch
 from kernels.graph import CaptureError
@@ -20,6 +20,7 @@ from kernels.graph import CaptureError
 # (up to this size, a graph for every so many). A padded row costs as much as a real one, so at most
 # one in 16 is.
 _STEPS = ((16, 1), (32, 2), (64, 4), (512, 32))
+_QUESTIONS = frozenset({"__get__", "__len__", "dim", "numel", "size", "stride"})
 
 
 class NativeBackend:
@@ -65,14 +66,17 @@ class NativeBackend:
         return replay
 
 
-class _OnlyRecordedOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses what would compute now, and so not in a replay."""
+class _OnlyRecordedOps(TorchFunctionMode):
+    """Refuses what would compute now, and so not in a replay.
+
+    NOTE: not a TorchDispatchMode: the first use of one loads all of torch's compiler.
+    """
 
     def __init__(self, graphs: Any) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._graphs = graphs
 
-    def __torch_dispatch__(
+    def __torch_function__(
         self,
         func: Any,
         types: Sequence[type],
@@ -81,12 +85,19 @@ class _OnlyRecordedOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> object:
         num_recorded = self._graphs.num_recorded()
         result = func(*args, **(kwargs or {}))
-        if not _is_view(func) and self._graphs.num_recorded() == num_recorded:
-            raise CaptureError(f"{func} is not one of the kernels that can be recorded")
+        if self._graphs.num_recorded() == num_recorded and not _only_looks(func, args, result):
+            name = resolve_name(func) or str(func)
+            raise CaptureError(f"{name} is not one of the kernels that can be recorded")
         return result
 
 
-def _is_view(func: Any) -> bool:
-    """Whether an op only looks at its input's memory."""
-    returns = func._schema.returns
-    return bool(returns) and all(r.alias_info and not r.alias_info.is_write for r in returns)
+def _only_looks(func: Any, args: tuple[object, ...], result: object) -> bool:
+    """Whether a call only looked at its arguments' memory, or asked for a shape."""
+    name: str = func.__name__
+    results = result if isinstance(result, tuple | list) else [result]
+    views = [part for part in results if isinstance(part, Tensor)]
+    if not views:
+        return name in _QUESTIONS
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    memory = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, Tensor)}
+    return not is_in_place and all(v.untyped_storage().data_ptr() in memory for v in views)

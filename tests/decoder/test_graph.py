@@ -96,7 +96,7 @@ def test_a_model_that_cannot_be_captured_decodes_eagerly_and_says_why(
     assert tokens == expected
     assert graphs.stats.num_replays == 0
     (reason,) = graphs.stats.eager
-    assert reason.startswith("native graphs: aten.")
+    assert reason.startswith("native graphs: torch.")
     assert reason.endswith("is not one of the kernels that can be recorded")
 
 
