@@ -139,6 +139,9 @@ class DecodeLoop:
                 self._cancel(session_id, key_from_proto(message.cancel.key))
             case "renew":
                 self._intake.renew(message.renew)
+            case "set_adapter":
+                entries = self._entries.values()
+                self._intake.set_adapter(session_id, message.set_adapter, entries)
             case kind:
                 _log.warning("session %d sent %s, which a decoder does not take", session_id, kind)
                 self._counters.num_stale_messages += 1

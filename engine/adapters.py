@@ -4,7 +4,7 @@ Files are PEFT folders: adapter_config.json and adapter_model.safetensors.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,8 @@ class Adapters:
     def __init__(self, model: nn.Module) -> None:
         self._rows = AdapterRows()
         self._projections: dict[str, _Projection] = {}
-        self._identities: dict[str, str] = {}
+        self._keys: dict[str, str] = {}
+        self._held: set[str] = set()
         for prefix, layer in weighted_layers(model):
             if isinstance(layer, FusedLinear):
                 additions = LowRankAdditions(self._rows)
@@ -64,21 +65,21 @@ class Adapters:
 
     @property
     def names(self) -> Sequence[str]:
-        """What is loaded."""
-        return sorted(self._identities)
+        """What new requests may ask for."""
+        return sorted(self._keys)
 
-    def identity(self, name: str) -> str:
-        """Equal for equal weights: part of the salt of the KV that is computed with them.
+    def key(self, name: str) -> str:
+        """What a request keeps of an adapter: its name and its weights' identity.
 
         Raises: ValueError: not loaded.
         """
-        if name not in self._identities:
+        if name not in self._keys:
             loaded = ", ".join(self.names) or "none"
             raise ValueError(f"adapter {name!r} is not loaded; loaded: {loaded}")
-        return self._identities[name]
+        return self._keys[name]
 
     def load(self, name: str, folder: Path) -> None:
-        """Read an adapter, or replace the one of that name; requests take it from the next step on.
+        """Read an adapter, or the new one of that name; requests that run keep the old one.
 
         Raises: UnsupportedModel: an option or a target that is not built.
             WeightsError: files are missing, damaged, or not for this model. ValueError: no name.
@@ -86,30 +87,38 @@ class Adapters:
         if not name:
             raise ValueError("an adapter needs a name")
         deltas = self._read(folder)
-        for additions in {projection.additions for projection in self._projections.values()}:
-            additions.put(name, deltas.get(additions, ()))
         digest = xxhash.xxh3_64_hexdigest((folder / WEIGHTS).read_bytes())
-        self._identities[name] = f"{digest}-{_scaling(_read_config(folder))}"
+        key = f"{name}@{digest}-{_scaling(_read_config(folder))}"
+        for additions, of_adapter in deltas.items():
+            additions.put(key, of_adapter)
+        self._held.add(key)
+        self._keys[name] = key
 
     def unload(self, name: str) -> None:
-        """Forget an adapter that no request uses any more.
+        """Let no new request ask for it; its weights stay until `free`.
 
         Raises: ValueError: not loaded.
         """
-        self.identity(name)
-        del self._identities[name]
+        self.key(name)
+        del self._keys[name]
+
+    def free(self, in_use: Collection[str]) -> None:
+        """Drop weights that no name stands for and no request has, by the keys `in_use`."""
+        unused = self._held - set(self._keys.values()) - set(in_use)
         for projection in self._projections.values():
-            projection.additions.put(name, ())
+            for key in unused:
+                projection.additions.put(key, ())
+        self._held -= unused
 
     def rows_of(self, scheduled: Sequence[ScheduledRequest]) -> dict[str, Tensor]:
-        """The rows of a step that have an adapter, by its name."""
+        """The rows of a step that have an adapter, by its key."""
         rows: dict[str, list[Tensor]] = {}
         first = 0
         for entry in scheduled:
-            if name := entry.request.adapter:
-                rows.setdefault(name, []).append(torch.arange(first, first + entry.num_tokens))
+            if key := entry.request.adapter:
+                rows.setdefault(key, []).append(torch.arange(first, first + entry.num_tokens))
             first += entry.num_tokens
-        return {name: torch.cat(parts) for name, parts in rows.items()}
+        return {key: torch.cat(parts) for key, parts in rows.items()}
 
     @property
     def batch(self) -> AdapterRows:

@@ -74,7 +74,7 @@ class Request:
     priority: int = 0
     cache_salt: str = ""
     adapter: str = ""
-    """Name of the LoRA adapter that it is computed with; empty: the model as it is."""
+    """Key of the LoRA adapter that it is computed with; empty: the model as it is."""
     arrival_s: float = 0.0
     state: RequestState = RequestState.WAITING
     num_computed_tokens: int = 0

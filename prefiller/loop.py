@@ -153,6 +153,9 @@ class PrefillLoop:
                     self._replies.unknown(session_id, key)
             case "renew":
                 self._intake.renew(message.renew)
+            case "set_adapter":
+                entries = self._entries.values()
+                self._intake.set_adapter(session_id, message.set_adapter, entries)
             case kind:
                 _log.warning("session %d sent %s, not for a prefiller", session_id, kind)
                 self._counters.num_stale_messages += 1

@@ -260,6 +260,7 @@ class Work(_message.Message):
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.int
     """the first ones of token_ids; the rest is output"""
     deadline_ms: _builtins.int
@@ -267,6 +268,8 @@ class Work(_message.Message):
     priority: _builtins.int
     """lower is served first"""
     cache_salt: _builtins.str
+    adapter: _builtins.str
+    """name of a loaded LoRA adapter; empty: the model as it is"""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -280,10 +283,11 @@ class Work(_message.Message):
         deadline_ms: _builtins.int = ...,
         priority: _builtins.int = ...,
         cache_salt: _builtins.str = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -558,6 +562,7 @@ class ProxyMessage(_message.Message):
     PREFILL_LOCALLY_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
     RENEW_FIELD_NUMBER: _builtins.int
+    SET_ADAPTER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def reserve(self) -> Global___Reserve: ...
     @_builtins.property
@@ -570,6 +575,8 @@ class ProxyMessage(_message.Message):
     def cancel(self) -> Global___Cancel: ...
     @_builtins.property
     def renew(self) -> Global___Renew: ...
+    @_builtins.property
+    def set_adapter(self) -> Global___SetAdapter: ...
     def __init__(
         self,
         *,
@@ -579,16 +586,65 @@ class ProxyMessage(_message.Message):
         prefill_locally: Global___PrefillLocally | None = ...,
         cancel: Global___Cancel | None = ...,
         renew: Global___Renew | None = ...,
+        set_adapter: Global___SetAdapter | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["activate", b"activate", "cancel", b"cancel", "message", b"message", "prefill", b"prefill", "prefill_locally", b"prefill_locally", "renew", b"renew", "reserve", b"reserve"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["activate", b"activate", "cancel", b"cancel", "message", b"message", "prefill", b"prefill", "prefill_locally", b"prefill_locally", "renew", b"renew", "reserve", b"reserve", "set_adapter", b"set_adapter"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activate", b"activate", "cancel", b"cancel", "message", b"message", "prefill", b"prefill", "prefill_locally", b"prefill_locally", "renew", b"renew", "reserve", b"reserve"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activate", b"activate", "cancel", b"cancel", "message", b"message", "prefill", b"prefill", "prefill_locally", b"prefill_locally", "renew", b"renew", "reserve", b"reserve", "set_adapter", b"set_adapter"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["reserve", "prefill", "activate", "prefill_locally", "cancel", "renew"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["reserve", "prefill", "activate", "prefill_locally", "cancel", "renew", "set_adapter"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___ProxyMessage: _TypeAlias = ProxyMessage  # noqa: Y015
+
+@_typing.final
+class SetAdapter(_message.Message):
+    """Load the LoRA adapter in a folder, or the new one of a known name; requests that run keep theirs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    path: _builtins.str
+    """empty: unload"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        path: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "path", b"path"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetAdapter: _TypeAlias = SetAdapter  # noqa: Y015
+
+@_typing.final
+class AdapterChanged(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    error: _builtins.str
+    """not empty: nothing changed"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterChanged: _TypeAlias = AdapterChanged  # noqa: Y015
 
 @_typing.final
 class WorkerHello(_message.Message):
@@ -851,6 +907,7 @@ class WorkerMessage(_message.Message):
     FAILED_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     RELEASED_FIELD_NUMBER: _builtins.int
+    ADAPTER_CHANGED_FIELD_NUMBER: _builtins.int
     STATS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___WorkerHello: ...
@@ -863,6 +920,8 @@ class WorkerMessage(_message.Message):
     @_builtins.property
     def released(self) -> Global___Released: ...
     @_builtins.property
+    def adapter_changed(self) -> Global___AdapterChanged: ...
+    @_builtins.property
     def stats(self) -> Global___WorkerStats:
         """sent every second and at each idle/busy change"""
 
@@ -874,13 +933,14 @@ class WorkerMessage(_message.Message):
         failed: Global___Failed | None = ...,
         step: Global___StepOutput | None = ...,
         released: Global___Released | None = ...,
+        adapter_changed: Global___AdapterChanged | None = ...,
         stats: Global___WorkerStats | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "hello", b"hello", "message", b"message", "released", b"released", "reserved", b"reserved", "stats", b"stats", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter_changed", b"adapter_changed", "failed", b"failed", "hello", b"hello", "message", b"message", "released", b"released", "reserved", b"reserved", "stats", b"stats", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "hello", b"hello", "message", b"message", "released", b"released", "reserved", b"reserved", "stats", b"stats", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_changed", b"adapter_changed", "failed", b"failed", "hello", b"hello", "message", b"message", "released", b"released", "reserved", b"reserved", "stats", b"stats", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "reserved", "failed", "step", "released", "stats"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "reserved", "failed", "step", "released", "adapter_changed", "stats"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

@@ -33,8 +33,10 @@ from proxy.openai import (
     CompletionBody,
     DetokenizeBody,
     GenerationBody,
+    LoadAdapterBody,
     TokenizeChatBody,
     TokenizeTextBody,
+    UnloadAdapterBody,
     parse_body,
 )
 from proxy.openai_responses import ChatFormat, CompletionFormat, ResponseFormat
@@ -58,6 +60,8 @@ def create_app(service: Service) -> ASGIApp:
             Route("/v1/embeddings", routes.embeddings, methods=["POST"]),
             Route("/v1/models", routes.models, methods=["GET"]),
             Route("/v1/models/{model_id:path}", routes.model, methods=["GET"]),
+            Route("/v1/load_lora_adapter", routes.load_adapter, methods=["POST"]),
+            Route("/v1/unload_lora_adapter", routes.unload_adapter, methods=["POST"]),
             Route("/tokenize", routes.tokenize, methods=["POST"]),
             Route("/detokenize", routes.detokenize, methods=["POST"]),
             Route("/health", routes.health, methods=["GET"]),
@@ -142,15 +146,29 @@ class _Routes:
         model = self._service.builder.check_model(name if isinstance(name, str) else None)
         raise Unsupported(f"The model `{model}` does not support embeddings", param="model")
 
+    async def load_adapter(self, request: Request) -> Response:
+        """POST /v1/load_lora_adapter."""
+        body = parse_body(LoadAdapterBody, await self._json(request))
+        service = self._service
+        await service.adapters.load(body.lora_name, body.lora_path, service.pool.connected)
+        return _json_response(self._model(body.lora_name))
+
+    async def unload_adapter(self, request: Request) -> Response:
+        """POST /v1/unload_lora_adapter."""
+        body = parse_body(UnloadAdapterBody, await self._json(request))
+        await self._service.adapters.unload(body.lora_name, self._service.pool.connected)
+        return _json_response({"id": body.lora_name, "object": "model", "deleted": True})
+
     async def models(self, request: Request) -> Response:
         """GET /v1/models; independent of the workers' health."""
-        names = self._service.config.served_model_names
+        names = [*self._service.config.served_model_names, *self._service.adapters.names]
         return _json_response({"object": "list", "data": [self._model(name) for name in names]})
 
     async def model(self, request: Request) -> Response:
         """GET /v1/models/{model_id}."""
         model_id = request.path_params["model_id"]
-        if model_id not in self._service.config.served_model_names:
+        names = (*self._service.config.served_model_names, *self._service.adapters.names)
+        if model_id not in names:
             raise ModelNotFound(f"The model `{model_id[:100]}` does not exist", param="model")
         return _json_response(self._model(model_id))
 
@@ -239,13 +257,14 @@ class _Routes:
         self._service.metrics.requests.labels(api, str(error.status)).inc()
 
     def _model(self, name: str) -> dict[str, Any]:
+        base = self._service.config.served_model_names[0]
         return {
             "id": name,
             "object": "model",
             "created": self._service.started_s,
             "owned_by": "pdserve",
-            "root": self._service.config.served_model_names[0],
-            "parent": None,
+            "root": base,
+            "parent": base if name in self._service.adapters.names else None,
             "max_model_len": self._service.max_model_len(),
             "permission": [],
         }

@@ -51,6 +51,10 @@ class ProxyConfig:
     """host:port of the controller's gRPC service."""
     cluster_token: str = ""
     """Shared secret sent to controller and workers; empty for none."""
+    adapters_folder: str = ""
+    """Folder of the LoRA adapters that clients may load; empty: they may load none."""
+    adapter_timeout_s: Annotated[float, Gt(0)] = 60.0
+    """For all workers to load an adapter."""
     max_model_len: Annotated[int, Ge(0)] = 0
     """Context limit in tokens; 0: what the decoders report, and the model's own until then."""
     local_prefill_tokens: Annotated[int, Ge(0)] = 16

@@ -99,6 +99,7 @@ class Generator:
             deadline_s=deadline_s,
             priority=request.priority,
             cache_salt=request.cache_salt,
+            adapter=request.adapter,
         )
         text = ChoiceText(request, self._tokenizer, index=index, prompt_token_ids=prompt)
         loop = asyncio.get_running_loop()

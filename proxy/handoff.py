@@ -87,6 +87,7 @@ class _Journey:
             deadline_ms=max(1, int((self.request.deadline_s - now_s) * 1000)),
             priority=self.request.priority,
             cache_salt=self.request.cache_salt,
+            adapter=self.request.adapter,
         )
 
 
@@ -356,7 +357,8 @@ class Handoff:
             if decoders:
                 block_size = decoders[0].block_size
                 token_ids = journey.token_ids()
-                hashes = self._router.hash_prompt(token_ids, block_size, journey.request.cache_salt)
+                salt = f"{journey.request.adapter}/{journey.request.cache_salt}"
+                hashes = self._router.hash_prompt(token_ids, block_size, salt)
                 candidate = self._router.candidate(
                     journey.request.request_id,
                     len(token_ids),

@@ -214,6 +214,19 @@ class TokenizeTextBody(Body):
     return_token_strs: bool | None = None
 
 
+class LoadAdapterBody(Body):
+    """POST /v1/load_lora_adapter."""
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=256)]
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
+
+
+class UnloadAdapterBody(Body):
+    """POST /v1/unload_lora_adapter."""
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=256)]
+
+
 class TokenizeChatBody(ConversationBody):
     """POST /tokenize with a conversation."""
 

@@ -12,8 +12,10 @@ from proxy.openai import (
     ChatCompletionBody,
     CompletionBody,
     DetokenizeBody,
+    LoadAdapterBody,
     TokenizeChatBody,
     TokenizeTextBody,
+    UnloadAdapterBody,
 )
 
 Schema = dict[str, Any]
@@ -30,7 +32,15 @@ _ERRORS = {
     "503": "No worker can serve it now.",
 }
 _BODY_ERRORS = ("400", "401", "404", "408", "413", "500")
-_BODIES = (ChatCompletionBody, CompletionBody, TokenizeTextBody, TokenizeChatBody, DetokenizeBody)
+_BODIES = (
+    ChatCompletionBody,
+    CompletionBody,
+    TokenizeTextBody,
+    TokenizeChatBody,
+    DetokenizeBody,
+    LoadAdapterBody,
+    UnloadAdapterBody,
+)
 
 
 def build_document(version: str, *, needs_key: bool) -> Schema:
@@ -83,6 +93,22 @@ def _paths() -> Schema:
                     }
                 ],
             }
+        },
+        "/v1/load_lora_adapter": {
+            "post": _operation(
+                "Load a LoRA adapter, to be asked for as a model",
+                _json("Model"),
+                (*_BODY_ERRORS, "503"),
+                _ref("LoadAdapterBody"),
+            )
+        },
+        "/v1/unload_lora_adapter": {
+            "post": _operation(
+                "Unload a LoRA adapter",
+                _json("Deleted"),
+                (*_BODY_ERRORS, "503"),
+                _ref("UnloadAdapterBody"),
+            )
         },
         "/tokenize": {
             "post": _operation(
@@ -236,6 +262,7 @@ def _replies() -> Schema:
             }
         ),
         "Text": _object({"prompt": _TEXT}),
+        "Deleted": _object({"id": _TEXT, "object": _TEXT, "deleted": {"type": "boolean"}}),
         "Status": _object({"status": _TEXT}),
         "Readiness": _object({"ready": {"type": "boolean"}, "workers": {"type": "object"}}),
         "Version": _object({"version": _TEXT}),

@@ -83,6 +83,8 @@ class GenerationRequest:
     """Tokens in logprobs are spelled token_id:N."""
     priority: int = 0
     cache_salt: str = ""
+    adapter: str = ""
+    """LoRA adapter; empty: the model as it is."""
 
     @property
     def num_sequences(self) -> int:
@@ -106,6 +108,8 @@ class SequenceRequest:
     """On the event loop's clock."""
     priority: int = 0
     cache_salt: str = ""
+    adapter: str = ""
+    """LoRA adapter; empty: the model as it is."""
 
 
 class Phase(enum.Enum):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from proxy.adapters import Adapters
 from proxy.config import ProxyConfig
 from proxy.conversation import ToolPlan, plan_tools
 from proxy.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Unsupported
@@ -46,8 +47,13 @@ class RequestBuilder:
     """Checks and tokenizes requests for one model."""
 
     def __init__(
-        self, config: ProxyConfig, tokenizer: Tokenizer, max_model_len: Callable[[], int]
+        self,
+        config: ProxyConfig,
+        tokenizer: Tokenizer,
+        max_model_len: Callable[[], int],
+        adapters: Adapters,
     ) -> None:
+        self._adapters = adapters
         self._names = config.served_model_names
         self._limits = config.limits
         self._tokenizer = tokenizer
@@ -61,7 +67,7 @@ class RequestBuilder:
         """
         if name is None or name == "":
             return self._names[0]
-        if name not in self._names:
+        if name not in self._names and name not in self._adapters.names:
             raise ModelNotFound(f"The model `{name[:100]}` does not exist", param="model")
         return name
 
@@ -368,6 +374,7 @@ class RequestBuilder:
             tokens_as_ids=bool(body.return_tokens_as_token_ids),
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",
+            adapter=model if model in self._adapters.names else "",
         )
 
     def _room(self, prompts: Sequence[Sequence[int]], param: str) -> int:

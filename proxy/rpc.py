@@ -246,7 +246,10 @@ class _Inference:
                     owned_by="pdserve",
                     max_model_len=self._service.max_model_len(),
                 )
-                for name in self._service.config.served_model_names
+                for name in (
+                    *self._service.config.served_model_names,
+                    *self._service.adapters.names,
+                )
             ]
         )
 

@@ -8,6 +8,7 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 from protos import worker_pb2
+from proxy.adapters import Adapters
 from proxy.admission import Admission
 from proxy.auth import Account, Accounts
 from proxy.choice import Delta
@@ -35,11 +36,12 @@ class Service:
         self.started_s = int(time.time())
         self._known_model_len = 0
         self.metrics = ProxyMetrics(config.served_model_names[0])
-        self.pool = WorkerPool(config, proxy_id=f"proxy-{secrets.token_hex(4)}")
+        self.adapters = Adapters(config)
+        self.pool = WorkerPool(config, f"proxy-{secrets.token_hex(4)}", self.adapters)
         self.router = Router()
         self.admission = Admission(config)
         self.accounts = Accounts(config)
-        self.builder = RequestBuilder(config, tokenizer, self.max_model_len)
+        self.builder = RequestBuilder(config, tokenizer, self.max_model_len, self.adapters)
         handoff = Handoff(config, self.pool, self.router, self.metrics)
         self._generator = Generator(handoff, tokenizer, self.metrics)
         self.metrics.observe_state(self.state)

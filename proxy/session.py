@@ -140,6 +140,10 @@ class WorkerSession:
     counters: SessionCounters
     on_greeted: Callable[[], None]
     """Called once the worker can be given work."""
+    first_messages: Callable[[], list[worker_pb2.ProxyMessage]] = list
+    """What the worker is told before any request."""
+    on_adapter: Callable[[Identity, worker_pb2.AdapterChanged], None] = lambda _, __: None
+    """Called with its answers to SetAdapter."""
     hello: worker_pb2.WorkerHello | None = None
     stats: worker_pb2.WorkerStats | None = None
     is_broken: bool = False
@@ -265,6 +269,8 @@ class WorkerSession:
         if found != self.identity:
             raise SessionBroken(f"{self.address} is {found}, expected {self.identity}")
         self.hello = first.hello
+        for message in self.first_messages():
+            self.send(message)
         self.on_greeted()
 
     async def _move(self, stream: _Stream) -> None:
@@ -327,6 +333,8 @@ class WorkerSession:
         elif kind == "released":
             self._deliver(message.released, is_over=True)
             self._calls.pop(_key(message.released), None)
+        elif kind == "adapter_changed":
+            self.on_adapter(self.identity, message.adapter_changed)
         elif kind == "stats":
             self.stats = message.stats
             self._reconcile()

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from protos import worker_pb2, worker_pb2_grpc
+from proxy.adapters import Adapters
 from proxy.config import ProxyConfig
 from proxy.router import WorkerSnapshot
 from proxy.session import (
@@ -53,6 +54,7 @@ class WorkerPool:
 
     config: ProxyConfig
     proxy_id: str
+    adapters: Adapters
     generation: int = -1
     has_controller: bool = False
     links: dict[Identity, Link] = field(default_factory=dict)
@@ -163,10 +165,7 @@ class WorkerPool:
         del self.links[identity]
 
     def _dial(self, identity: Identity, entry: worker_pb2.WorkerEntry) -> Link:
-        session = WorkerSession(
-            entry.address, identity, self.config, self.counters, on_greeted=self._notify
-        )
-        link = Link(entry, session)
+        link = Link(entry, self._session(entry.address, identity))
         link.task = asyncio.create_task(self._maintain(identity, link))
         return link
 
@@ -187,13 +186,22 @@ class WorkerPool:
                 pause_s = self.config.reconnect_min_s
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(pause_s * 2, self.config.reconnect_max_s)
-            link.session = WorkerSession(
-                link.entry.address,
-                identity,
-                self.config,
-                self.counters,
-                on_greeted=self._notify,
-            )
+            link.session = self._session(link.entry.address, identity)
+
+    def _session(self, address: str, identity: Identity) -> WorkerSession:
+        return WorkerSession(
+            address,
+            identity,
+            self.config,
+            self.counters,
+            on_greeted=self._notify,
+            first_messages=self.adapters.messages,
+            on_adapter=self.adapters.changed,
+        )
+
+    def connected(self) -> list[WorkerSession]:
+        """Sessions to all workers that can be given work, or are draining."""
+        return [link.session for link in self.links.values() if link.session.is_usable]
 
     def _notify(self) -> None:
         self._changed.set()

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from engine.adapters import Adapters
 from engine.block_manager import BlockManager
 from engine.grammar import Grammars
 from engine.models import CausalLM
@@ -45,6 +46,8 @@ class Engine:
     tiers: PrefixTiers
     leading: Leading | None
     """None: there is one rank."""
+    adapters: Adapters | None
+    """None: of several ranks, which take none."""
 
     def close(self) -> None:
         """End the other ranks; give back the cache's memory and the share of cores."""
@@ -99,7 +102,10 @@ def build_engine(
         max_blocks = -(-max_model_len // config.block_size)
         caches = ForwardMemory(memory.k_caches, memory.v_caches, config.max_num_seqs, max_blocks)
         forward = make_forward(part.model, part.ops, caches)
-    runner = Runner(model, memory.k_caches, memory.v_caches, part.ops, config.block_size, forward)
+    adapters = Adapters(part.model) if leading is None else None
+    runner = Runner(
+        model, memory.k_caches, memory.v_caches, part.ops, config.block_size, forward, adapters
+    )
     counters = LoopCounters(forward=runner.forward_stats)
     hello = worker_pb2.WorkerHello(
         engine_id=config.engine_id,
@@ -120,7 +126,17 @@ def build_engine(
     drafter = _drafter(config, part.model, scheduler, memory)
     steps = StepRunner(runner, verifier, grammars, counters, cores, drafter)
     return Engine(
-        hello, memory, blocks, scheduler, steps, counters, cores, grammars, tiers, leading
+        hello=hello,
+        memory=memory,
+        blocks=blocks,
+        scheduler=scheduler,
+        steps=steps,
+        counters=counters,
+        cores=cores,
+        grammars=grammars,
+        tiers=tiers,
+        leading=leading,
+        adapters=adapters,
     )
 
 

@@ -49,11 +49,17 @@ def sampling_from_proto(sampling: worker_pb2.SamplingParams) -> SamplingParams:
 
 
 def request_from_proto(
-    key: worker_pb2.RequestKey, work: worker_pb2.Work, *, kv_identity: str, vocab_size: int
+    key: worker_pb2.RequestKey,
+    work: worker_pb2.Work,
+    *,
+    kv_identity: str,
+    vocab_size: int,
+    adapter: str = "",
 ) -> Request:
     """A new request for this worker; its clock starts now.
 
-    `kv_identity`: model and quantisation, whatever makes the same tokens' KV differ.
+    `kv_identity`: model and quantisation, whatever makes the same tokens' KV differ; the key of
+    the `adapter` does too.
 
     Raises: ValueError: no tokens, or a token id outside the vocabulary.
     """
@@ -71,7 +77,8 @@ def request_from_proto(
         sampling=sampling_from_proto(work.sampling),
         deadline_s=now_s + work.deadline_ms / 1000 if work.deadline_ms else float("inf"),
         priority=work.priority,
-        cache_salt=f"{kv_identity}/{work.cache_salt}",
+        cache_salt=f"{kv_identity}/{adapter}/{work.cache_salt}",
+        adapter=adapter,
         arrival_s=now_s,
     )
 

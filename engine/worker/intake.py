@@ -1,9 +1,11 @@
 """What both roles do with a proxy's requests: take them in under a lease, find the overdue ones."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
+from engine.errors import EngineError
 from engine.request import Request, RequestKey, RequestState
 from engine.scheduler import QueueFull
 from engine.worker.assembly import Engine
@@ -53,6 +55,7 @@ class Intake:
             request = request_from_proto(
                 key,
                 work,
+                adapter=self._adapter(work.adapter),
                 kv_identity=f"{hello.model}/{hello.layout.weights}",
                 vocab_size=hello.vocab_size,
             )
@@ -65,6 +68,30 @@ class Intake:
             self._engine.steps.expect(request)
             return request
         return None
+
+    def set_adapter(
+        self, session_id: int, message: worker_pb2.SetAdapter, tracked: Iterable[Tracked]
+    ) -> None:
+        """Load or unload an adapter and say how it went; `tracked` requests keep theirs."""
+        adapters, error = self._engine.adapters, ""
+        try:
+            if adapters is None:
+                raise ValueError("a worker of several ranks takes no adapters")
+            if message.path:
+                adapters.load(message.name, Path(message.path))
+            elif message.name in adapters.names:
+                adapters.unload(message.name)
+            adapters.free({entry.request.adapter for entry in tracked})
+        except (ValueError, EngineError, OSError) as problem:
+            error = str(problem)
+        self.replies.adapter_changed(session_id, message.name, error)
+
+    def _adapter(self, name: str) -> str:
+        if not name:
+            return ""
+        if self._engine.adapters is None:
+            raise ValueError(f"adapter {name!r} is not loaded")
+        return self._engine.adapters.key(name)
 
     def _refuse(self, key: RequestKey, code: worker_pb2.FailureCode.ValueType, reason: str) -> None:
         self.replies.failed(key, code, reason)

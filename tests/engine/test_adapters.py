@@ -113,17 +113,21 @@ def test_two_adapters_and_the_base_in_one_batch_equal_their_merged_models(
         for name in deltas:
             # The same prompts for all three, so that a prefix shared by mistake would show.
             request = make_request(random_token_ids(length, seed=i), max_tokens=12, ignore_eos=True)
-            request.request_id, request.adapter = f"{i}-{name}", name
-            request.cache_salt = adapters.identity(name) if name else ""
+            request.request_id = f"{i}-{name}"
+            request.adapter = adapters.key(name) if name else ""
+            request.cache_salt = request.adapter
             requests.append(request)
     engine(model, ops, adapters).generate(requests)
     for name, added in deltas.items():
         merge(hf, added, 1)
         for request in requests:
-            if request.adapter == name:
+            if request.adapter.partition("@")[0] == name:
                 assert_greedy(hf, request)
         merge(hf, added, -1)
-    by_adapter = {name: [r.token_ids for r in requests if r.adapter == name] for name in deltas}
+    by_adapter = {
+        name: [r.token_ids for r in requests if r.adapter.partition("@")[0] == name]
+        for name in deltas
+    }
     assert by_adapter[""] != by_adapter["red"] != by_adapter["blue"]
 
 
@@ -140,14 +144,47 @@ def test_another_adapter_of_the_same_name_has_another_identity(
     write_adapter(folder / "one", hf, ("q_proj",), seed=1)
     write_adapter(folder / "two", hf, ("q_proj",), seed=2)
     adapters.load("mine", folder / "one")
-    first = adapters.identity("mine")
+    first = adapters.key("mine")
     adapters.load("mine", folder / "two")
-    assert adapters.identity("mine") != first
+    assert adapters.key("mine") != first
     adapters.load("mine", folder / "one")
-    assert adapters.identity("mine") == first
+    assert adapters.key("mine") == first
     adapters.unload("mine")
+    adapters.free([])
     with pytest.raises(ValueError, match="adapter 'mine' is not loaded; loaded: none"):
-        adapters.identity("mine")
+        adapters.key("mine")
+
+
+def test_a_request_keeps_the_adapter_it_began_with(
+    llama: tuple[PreTrainedModel, Adapters, Path], ops: Ops
+) -> None:
+    hf, _, folder = llama
+    old, new = (
+        write_adapter(folder / name, hf, ("q_proj", "up_proj"), seed=seed)
+        for name, seed in (("old", 1), ("new", 2))
+    )
+    model = load(hf, folder / "again", ops)
+    adapters = Adapters(model)
+    adapters.load("mine", folder / "old")
+    made = engine(model, ops, adapters)
+    requests = []
+    for i in range(2):
+        request = make_request(random_token_ids(20, seed=i), max_tokens=24, ignore_eos=True)
+        request.adapter = request.cache_salt = adapters.key("mine")
+        made.scheduler.add(request)
+        requests.append(request)
+        for _ in range(5):
+            made.step()
+        if i == 0:
+            adapters.load("mine", folder / "new")
+        adapters.free({r.adapter for r in requests})
+    adapters.unload("mine")
+    while made.scheduler.has_work:
+        made.step()
+    for request, deltas in zip(requests, (old, new), strict=True):
+        merge(hf, deltas, 1)
+        assert_greedy(hf, request)
+        merge(hf, deltas, -1)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,99 @@
+"""LoRA adapters, loaded while a service runs, through a prefiller and a decoder."""
+
+import asyncio
+import shutil
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from tests.engine.test_adapters import merge, write_adapter
+from tests.engine.tiny import hf_logits, tiny_hf_llama
+from tests.integration.service import Service
+
+pytestmark = pytest.mark.multiprocess
+
+_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_NUM_TOKENS = 16
+_TIE = 1e-3  # logits closer than this may swap
+
+
+def _assert_greedy(hf: Any, prompt: list[int], output: list[int]) -> None:
+    logits = hf_logits(hf, prompt + output)[len(prompt) - 1 : -1]
+    chosen = logits[torch.arange(len(output)), torch.tensor(output)]
+    assert (logits.amax(dim=-1) - chosen).max() < _TIE
+
+
+async def test_adapters_are_loaded_used_and_unloaded_while_serving(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny_model / name, folder / name)
+    vocab_size = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
+    hf = tiny_hf_llama(vocab_size=vocab_size, max_position_embeddings=512, eos_token_id=0)
+    hf.save_pretrained(folder)
+    adapters = tmp_path / "adapters"
+    adapters.mkdir()
+    deltas = {
+        "": {},
+        "red": write_adapter(adapters / "red", hf, _TARGETS, seed=1),
+        "blue": write_adapter(adapters / "blue", hf, _TARGETS[:2], seed=2),
+    }
+    write_adapter(adapters / "dora", hf, _TARGETS, seed=3, use_dora=True)
+    prompt = torch.randint(3, vocab_size, (70,), generator=torch.Generator().manual_seed(0))
+    with Service(
+        folder,
+        worker={"transfer": {"transport": "memory"}},
+        proxy={"adapters_folder": str(adapters)},
+    ) as service:
+
+        def post(action: str, **body: str) -> httpx.Response:
+            return httpx.post(f"{service.url}/v1/{action}_lora_adapter", json=body, timeout=60)
+
+        def generate(name: str) -> list[int]:
+            answer = service.complete(
+                prompt.tolist(),
+                model=name or service.model_name,
+                max_tokens=_NUM_TOKENS,
+                ignore_eos=True,
+                return_token_ids=True,
+            )
+            token_ids: list[int] = answer["choices"][0]["token_ids"]
+            return token_ids
+
+        async def together() -> list[list[int]]:
+            return await asyncio.gather(*(asyncio.to_thread(generate, name) for name in deltas))
+
+        for name in ("red", "blue"):
+            assert post("load", lora_name=name, lora_path=name).status_code == 200
+        refused = post("load", lora_name="bad", lora_path="dora")
+        assert refused.status_code == 400
+        assert "use_dora is True" in refused.json()["error"]["message"]
+        outside = post("load", lora_name="bad", lora_path="../model")
+        assert "is not inside of" in outside.json()["error"]["message"]
+        models = httpx.get(f"{service.url}/v1/models", timeout=10).json()["data"]
+        assert [model["id"] for model in models][1:] == ["blue", "red"]
+
+        outputs = await together()
+        (decoder,) = service.of_role("decoder")
+        decoder.kill()
+        service.restart(decoder)
+        assert await together() == outputs, "a new worker lacks the adapters"
+
+        assert post("unload", lora_name="red").status_code == 200
+        assert post("unload", lora_name="red").status_code == 404
+        gone = httpx.post(
+            f"{service.url}/v1/completions", json={"model": "red", "prompt": "x"}, timeout=60
+        )
+        assert gone.status_code == 404
+        service.assert_idle()
+    assert len({tuple(output) for output in outputs}) == 3
+    for added, output in zip(deltas.values(), outputs, strict=True):
+        merge(hf, added, 1)
+        _assert_greedy(hf, prompt.tolist(), output)
+        merge(hf, added, -1)
