@@ -173,7 +173,7 @@ class Message(Body):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Annotated[list[ContentPart], Field(max_length=_MAX_PARTS)] | None = None
+    content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[MessageToolCall] | None = None
     tool_call_id: str | None = None
@@ -183,7 +183,7 @@ class Message(Body):
 class ConversationBody(Body):
     """How a conversation becomes a prompt."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=_MAX_MESSAGES)]
+    messages: Annotated[list[Message], Field(min_length=1)]
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
