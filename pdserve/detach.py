@@ -13,12 +13,14 @@ from rich.console import Console
 from pdserve.client import connect
 from pdserve.display import StartProgress, command_line, print_banner, start_progress
 from pdserve.errors import StartFailed
+from pdserve.leftovers import remove_leftovers
 from pdserve.processes import is_alive
 from pdserve.readiness import Interrupted, Wait, wait_for_workers
 from pdserve.state import ServiceState, StateFolder
 
 _START_TIMEOUT_S = 900.0
 _STOP_TIMEOUT_S = 20.0
+_KILL_TIMEOUT_S = 5.0
 _POLL_S = 0.1
 _NUM_LOG_LINES = 15
 
@@ -68,12 +70,20 @@ def stop_running(folder: StateFolder, console: Console) -> None:
     deadline_s = time.monotonic() + _STOP_TIMEOUT_S
     while folder.is_locked() or is_alive(state.pid):
         if time.monotonic() >= deadline_s:
-            # NOTE: Ray's processes and the proxy die with it: the kernel sees to that.
-            os.kill(state.pid, signal.SIGKILL)
+            _kill(state.pid, folder)
             console.print(f"it did not stop within {_STOP_TIMEOUT_S:.0f} s: killed")
             return
         time.sleep(_POLL_S)
     console.print(f"service `{folder.service}` has stopped", highlight=False)
+
+
+def _kill(pid: int, folder: StateFolder) -> None:
+    """End a supervisor that hangs, and what it cannot end any more."""
+    os.kill(pid, signal.SIGKILL)
+    deadline_s = time.monotonic() + _KILL_TIMEOUT_S
+    while is_alive(pid) and time.monotonic() < deadline_s:
+        time.sleep(_POLL_S)
+    remove_leftovers(folder.path)
 
 
 def _follow(

@@ -25,6 +25,7 @@ from pdserve.config import ServiceConfig, proxy_config, resolve, worker_configs
 from pdserve.controller_config import ControllerConfig, RoleConfig
 from pdserve.display import StartProgress, print_banner, start_progress
 from pdserve.errors import ServiceLost, StartFailed
+from pdserve.leftovers import note_processes
 from pdserve.models import resolve_model
 from pdserve.proxy_process import Ports, ProxyProcess
 from pdserve.ray_runtime import (
@@ -33,7 +34,6 @@ from pdserve.ray_runtime import (
     RayConnection,
     cluster_ray,
     local_ray,
-    note_processes,
 )
 from pdserve.readiness import Wait, is_responsive, wait_for_http, wait_for_workers
 from pdserve.state import ServiceState, StateFolder, Status

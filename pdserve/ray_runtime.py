@@ -5,7 +5,6 @@ import logging
 import os
 import shutil
 import socket
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,12 +18,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from pdserve.controller import ControllerActor
 from pdserve.controller_config import ControllerConfig
 from pdserve.errors import StartFailed
-from pdserve.processes import ProcessId, descendants, kill_noted, write_note
+from pdserve.leftovers import make_ray_folder, note_processes, remove_leftovers
+from pdserve.processes import ProcessId, descendants
 
 NAMESPACE = "pdserve"
 _CONNECT_TIMEOUT_S = 2.0
 _MAX_LOG_BYTES = 10 << 20
-_FOLDER_PREFIX = "pdserve-"
 _CORE_PROCESSES = ("gcs_server", "raylet")
 
 _log = logging.getLogger(__name__)
@@ -70,11 +69,8 @@ def local_ray(
 
     What its workers said is kept in `logs` below the state folder.
     """
-    note = state_folder / "ray_folder"
     remove_leftovers(state_folder)
-    # NOTE: not below the state folder: the paths of Ray's sockets have to stay below 108 bytes.
-    folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir="/tmp"))
-    note.write_text(str(folder))
+    folder = make_ray_folder(state_folder)
     try:
         with _connected(
             address="local",
@@ -89,15 +85,6 @@ def local_ray(
     finally:
         _keep_logs(folder, state_folder / "logs")
         remove_leftovers(state_folder)
-
-
-def note_processes(state_folder: Path) -> None:
-    """Note what runs below us now, for the next start to end if we are killed.
-
-    NOTE: workers see the death of Ray only by becoming children of process 1, which a subreaper
-    (a container's init, a user session) prevents.
-    """
-    write_note(state_folder / "ray_processes", descendants(os.getpid()))
 
 
 @contextmanager
@@ -173,20 +160,6 @@ def _connected(**options: Any) -> Iterator[RayConnection]:
         else:
             # NOTE: Ray ends a process at once that tells a dead raylet good-bye.
             atexit.unregister(ray.shutdown)
-
-
-def remove_leftovers(state_folder: Path) -> None:
-    """End Ray's processes and remove its folder, as noted; a supervisor that was killed could not.
-
-    NOTE: Ray's agents outlive a raylet that is killed.
-    """
-    kill_noted(state_folder / "ray_processes")
-    note = state_folder / "ray_folder"
-    if note.is_file():
-        folder = Path(note.read_text())
-        if folder.name.startswith(_FOLDER_PREFIX):
-            shutil.rmtree(folder, ignore_errors=True)
-        note.unlink()
 
 
 def _keep_logs(folder: Path, log_folder: Path) -> None:
