@@ -34,7 +34,8 @@ from proxy.tokenizer import load_tokenizer
 ROOT = Path(__file__).parents[1]
 MODEL = "bench"
 TOKEN_ID, TOKEN_TEXT = 260, b" the"
-WARM_UP_S = 1.0
+WARM_UP_S, SETTLE_S = 1.0, 2.0
+NUM_TOKENS = 8000  # more than are ever read
 START_TIMEOUT_S = 60.0
 Key = tuple[str, int]
 
@@ -117,6 +118,11 @@ class StepDecoder(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.ControllerServ
                 sequence = self._reserved.pop((key.request_id, key.attempt))
                 self._running[key.request_id, key.attempt] = sequence
                 self.sent_s[sequence.label] = sequence.sent_s
+            elif kind == "cancel":
+                key = message.cancel.key
+                if self._running.pop((key.request_id, key.attempt), None) is not None:
+                    released = worker_pb2.Released(key=key)
+                    out.put_nowait(worker_pb2.WorkerMessage(released=released))
 
     async def _step(self, out: "asyncio.Queue[worker_pb2.WorkerMessage]") -> None:
         loop = asyncio.get_running_loop()
@@ -174,11 +180,9 @@ async def run_decoder(interval_s: float, folder: Path) -> None:
 class StreamReader(asyncio.Protocol):
     """One streaming request: when which of its tokens came."""
 
-    def __init__(self, label: int, num_tokens: int) -> None:
+    def __init__(self, label: int) -> None:
         self.label = label
         self.received_s: list[float] = []
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._num_tokens = num_tokens
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -187,7 +191,7 @@ class StreamReader(asyncio.Protocol):
         body = {
             "model": MODEL,
             "prompt": [self.label, *range(100, 132)],
-            "max_tokens": self._num_tokens,
+            "max_tokens": NUM_TOKENS,
             "stream": True,
         }
         self._transport.write(http_request("/v1/completions", body))
@@ -196,15 +200,11 @@ class StreamReader(asyncio.Protocol):
         """Count the tokens."""
         now_s = time.monotonic()
         self.received_s += [now_s] * data.count(TOKEN_TEXT)
-        if len(self.received_s) >= self._num_tokens and not self.done.done():
-            self.done.set_result(None)
-            assert self._transport is not None
-            self._transport.close()
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Fail if tokens are missing."""
-        if not self.done.done():
-            self.done.set_exception(exc or ConnectionError("the proxy closed the connection"))
+    def close(self) -> None:
+        """Hang up."""
+        assert self._transport is not None
+        self._transport.close()
 
 
 def http_request(path: str, body: Any) -> bytes:
@@ -226,11 +226,10 @@ async def run_streams(
 ) -> tuple[dict[int, list[float]], dict[str, float]]:
     """Open all streams over a second, then watch them; token times by label, and the CPU time."""
     loop = asyncio.get_running_loop()
-    num_tokens = round((1.0 + WARM_UP_S + measured_s + 0.5) / interval_s)
     readers: list[StreamReader] = []
     for i in range(num_streams):
         _, reader = await loop.create_connection(
-            lambda label=1000 + i: StreamReader(label, num_tokens), "127.0.0.1", port
+            lambda label=1000 + i: StreamReader(label), "127.0.0.1", port
         )
         readers.append(reader)
         await asyncio.sleep(1.0 / num_streams)
@@ -238,8 +237,9 @@ async def run_streams(
     began_s, used_s = time.monotonic(), cpu_s(proxy)
     await asyncio.sleep(measured_s)
     ended_s, used_s = time.monotonic(), cpu_s(proxy) - used_s
-    async with asyncio.timeout(30):
-        await asyncio.gather(*(reader.done for reader in readers))
+    await asyncio.sleep(SETTLE_S)
+    for reader in readers:
+        reader.close()
     received = {reader.label: reader.received_s for reader in readers}
     num = sum(began_s <= at_s < ended_s for times in received.values() for at_s in times)
     return received, {"began_s": began_s, "ended_s": ended_s, "cpu_s": used_s, "tokens": num}
@@ -342,12 +342,17 @@ def measure_streams(
                 run_streams(port, proxy, num_streams, interval_s, measured_s)
             )
         sent = json.loads((folder / "sent.json").read_text())
-    latencies = [
-        at_s - sent_s
-        for label, times in received.items()
-        for at_s, sent_s in zip(times, sent[str(label)], strict=True)
-        if window["began_s"] <= sent_s < window["ended_s"]
-    ]
+    # A token that has not come counts with the time it has been under way.
+    ended_s = window["ended_s"] + SETTLE_S
+    latencies = []
+    for label, times in received.items():
+        sent_s = sent[str(label)]
+        came_s = times[: len(sent_s)] + [ended_s] * (len(sent_s) - len(times))
+        latencies += [
+            at_s - from_s
+            for at_s, from_s in zip(came_s, sent_s, strict=True)
+            if window["began_s"] <= from_s < window["ended_s"]
+        ]
     p50, p99 = numpy.percentile(latencies, (50, 99)) * 1000
     seconds = window["ended_s"] - window["began_s"]
     return {
