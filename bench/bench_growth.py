@@ -75,7 +75,7 @@ def main() -> None:
     engine = BenchEngine(arguments.model, arguments.threads, kv_cache_bytes=1 << 30)
     engine.decode(1, CONTEXT, NUM_STEPS)
     rates = [Machine.measure()]
-    results = {}
+    results: dict[str, list[tuple[int, float]]] = {}
     all_panels = panels(engine)
     for panel in all_panels:
         rows = results[panel.title] = []

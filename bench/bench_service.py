@@ -32,7 +32,7 @@ LOADS = {
         url="", model="", concurrency=1, num_requests=6, input_tokens=1024, output_tokens=8
     ),
     "Poisson 0.5/s, 512 in, 64 out": LoadConfig(
-        url="", model="", rate=0.5, num_requests=40, input_tokens=512, output_tokens=64
+        url="", model="", rate=0.5, num_requests=30, input_tokens=512, output_tokens=64
     ),
     "8 x 1,000 tokens, 900 shared": LoadConfig(
         url="",

@@ -26,6 +26,7 @@ from engine.runner import Forward, ForwardMemory, MakeForward
 from engine.weights import load_model_config
 from engine.worker.assembly import Engine, build_engine
 from engine.worker.config import WorkerConfig
+from engine.worker.local_ranks import LocalLauncher
 from engine.worker.process import Start
 from engine.worker.server import ServerThread
 from engine.worker.step import group_by_session
@@ -158,7 +159,15 @@ class BenchEngine:
         def make_forward(model: CausalLM, ops: Ops, memory: ForwardMemory) -> Forward:
             return _TimedForward(graphs(model, ops, memory), model, self._watch)
 
-        start = Start(config, 1, ServerThread("bench"), "", _ignore)
+        start = Start(
+            config=config,
+            incarnation=1,
+            server=ServerThread("bench"),
+            address="",
+            report=_ignore,
+            launcher=LocalLauncher(),
+            on_lost=lambda why: None,
+        )
         self.load_s = duration_s(lambda: self._build(start, make_forward))
         self._numbers = random.Random(1)
 
