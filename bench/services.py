@@ -8,6 +8,7 @@ up. llama.cpp: `pip install llama-cpp-python[server]`, which compiles for some 2
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -50,6 +51,8 @@ class Service:
 @contextlib.contextmanager
 def pdserve_state(options: Sequence[str]) -> Iterator[ServiceState]:
     """Our own service, started with `options` of `pdserve up`."""
+    # A benchmark that is ended by `timeout` must not leave a detached service behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     pdserve = [sys.executable, "-m", "pdserve"]
     with tempfile.TemporaryDirectory() as folder:
         place = ["--state-dir", folder]
