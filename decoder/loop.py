@@ -105,6 +105,7 @@ class DecodeLoop:
             self._steps.idle()
         if self._replies.stats_due():
             self._replies.stats(self._stats())
+            self._intake.publish_kv()
         self._replies.flush()
 
     def _dispatch(self, event: DecodeEvent) -> None:
@@ -142,6 +143,8 @@ class DecodeLoop:
             case "set_adapter":
                 entries = self._entries.values()
                 self._intake.set_adapter(session_id, message.set_adapter, entries)
+            case "resync_kv":
+                self._intake.resync_kv(session_id)
             case kind:
                 _log.warning("session %d sent %s, which a decoder does not take", session_id, kind)
                 self._counters.num_stale_messages += 1

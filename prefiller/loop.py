@@ -88,6 +88,7 @@ class PrefillLoop:
             self._steps.idle()
         if self._replies.stats_due():
             self._replies.stats(self._stats())
+            self._intake.publish_kv()
         self._replies.flush()
 
     def _compute(self, scheduled: list[ScheduledRequest]) -> None:
@@ -156,6 +157,8 @@ class PrefillLoop:
             case "set_adapter":
                 entries = self._entries.values()
                 self._intake.set_adapter(session_id, message.set_adapter, entries)
+            case "resync_kv":
+                self._intake.resync_kv(session_id)
             case kind:
                 _log.warning("session %d sent %s, not for a prefiller", session_id, kind)
                 self._counters.num_stale_messages += 1

@@ -8,6 +8,11 @@ import xxhash
 BLOCK_HASH_BYTES = 16
 
 
+def block_salt(kv_identity: str, adapter: str, cache_salt: str) -> str:
+    """`kv_identity`: model and quantisation of a worker. `cache_salt`: of a tenant."""
+    return f"{kv_identity}/{adapter}/{cache_salt}"
+
+
 def root_hash(salt: str) -> bytes:
     """Hash that stands before the first block; `salt` separates models, adapters and tenants."""
     return xxhash.xxh3_128_digest(b"pdserve/1/" + salt.encode())

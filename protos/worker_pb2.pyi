@@ -553,6 +553,23 @@ class Renew(_message.Message):
 Global___Renew: _TypeAlias = Renew  # noqa: Y015
 
 @_typing.final
+class ResyncKV(_message.Message):
+    """Answered with a snapshot of KVEvents, to this session only."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResyncKV: _TypeAlias = ResyncKV  # noqa: Y015
+
+@_typing.final
 class ProxyMessage(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -563,6 +580,7 @@ class ProxyMessage(_message.Message):
     CANCEL_FIELD_NUMBER: _builtins.int
     RENEW_FIELD_NUMBER: _builtins.int
     SET_ADAPTER_FIELD_NUMBER: _builtins.int
+    RESYNC_KV_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def reserve(self) -> Global___Reserve: ...
     @_builtins.property
@@ -577,6 +595,8 @@ class ProxyMessage(_message.Message):
     def renew(self) -> Global___Renew: ...
     @_builtins.property
     def set_adapter(self) -> Global___SetAdapter: ...
+    @_builtins.property
+    def resync_kv(self) -> Global___ResyncKV: ...
     def __init__(
         self,
         *,
@@ -587,12 +607,13 @@ class ProxyMessage(_message.Message):
         cancel: Global___Cancel | None = ...,
         renew: Global___Renew | None = ...,
         set_adapter: Global___SetAdapter | None = ...,
+        resync_kv: Global___ResyncKV | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["activate", b"activate", "cancel", b"cancel", "message", b"message", "prefill", b"prefill", "prefill_locally", b"prefill_locally", "renew", b"renew", "reserve", b"reserve", "set_adapter", b"set_adapter"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["activate", b"activate", "cancel", b"cancel", "message", b"message", "prefill", b"prefill", "prefill_locally", b"prefill_locally", "renew", b"renew", "reserve", b"reserve", "resync_kv", b"resync_kv", "set_adapter", b"set_adapter"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activate", b"activate", "cancel", b"cancel", "message", b"message", "prefill", b"prefill", "prefill_locally", b"prefill_locally", "renew", b"renew", "reserve", b"reserve", "set_adapter", b"set_adapter"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activate", b"activate", "cancel", b"cancel", "message", b"message", "prefill", b"prefill", "prefill_locally", b"prefill_locally", "renew", b"renew", "reserve", b"reserve", "resync_kv", b"resync_kv", "set_adapter", b"set_adapter"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["reserve", "prefill", "activate", "prefill_locally", "cancel", "renew", "set_adapter"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["reserve", "prefill", "activate", "prefill_locally", "cancel", "renew", "set_adapter", "resync_kv"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -899,6 +920,44 @@ class Released(_message.Message):
 Global___Released: _TypeAlias = Released  # noqa: Y015
 
 @_typing.final
+class KVEvents(_message.Message):
+    """What a worker's prefix cache finds: a snapshot for who asked, then the changes, for every session alike. A number that is
+    not the last one's successor means that messages were lost.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    IS_SNAPSHOT_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    """of a snapshot: that of the last change in it"""
+    is_snapshot: _builtins.bool
+    tier: _builtins.str
+    """device"""
+    stored: _builtins.bytes
+    """block hashes, 16 bytes each"""
+    removed: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        is_snapshot: _builtins.bool = ...,
+        tier: _builtins.str = ...,
+        stored: _builtins.bytes = ...,
+        removed: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_snapshot", b"is_snapshot", "removed", b"removed", "sequence", b"sequence", "stored", b"stored", "tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KVEvents: _TypeAlias = KVEvents  # noqa: Y015
+
+@_typing.final
 class WorkerMessage(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -909,6 +968,7 @@ class WorkerMessage(_message.Message):
     RELEASED_FIELD_NUMBER: _builtins.int
     ADAPTER_CHANGED_FIELD_NUMBER: _builtins.int
     STATS_FIELD_NUMBER: _builtins.int
+    KV_EVENTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___WorkerHello: ...
     @_builtins.property
@@ -925,6 +985,10 @@ class WorkerMessage(_message.Message):
     def stats(self) -> Global___WorkerStats:
         """sent every second and at each idle/busy change"""
 
+    @_builtins.property
+    def kv_events(self) -> Global___KVEvents:
+        """sent with stats, if anything changed"""
+
     def __init__(
         self,
         *,
@@ -935,12 +999,13 @@ class WorkerMessage(_message.Message):
         released: Global___Released | None = ...,
         adapter_changed: Global___AdapterChanged | None = ...,
         stats: Global___WorkerStats | None = ...,
+        kv_events: Global___KVEvents | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter_changed", b"adapter_changed", "failed", b"failed", "hello", b"hello", "message", b"message", "released", b"released", "reserved", b"reserved", "stats", b"stats", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter_changed", b"adapter_changed", "failed", b"failed", "hello", b"hello", "kv_events", b"kv_events", "message", b"message", "released", b"released", "reserved", b"reserved", "stats", b"stats", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_changed", b"adapter_changed", "failed", b"failed", "hello", b"hello", "message", b"message", "released", b"released", "reserved", b"reserved", "stats", b"stats", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_changed", b"adapter_changed", "failed", b"failed", "hello", b"hello", "kv_events", b"kv_events", "message", b"message", "released", b"released", "reserved", b"reserved", "stats", b"stats", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "reserved", "failed", "step", "released", "adapter_changed", "stats"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "reserved", "failed", "step", "released", "adapter_changed", "stats", "kv_events"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

@@ -19,6 +19,7 @@ from contextlib import aclosing, closing
 from dataclasses import dataclass, field
 
 from protos import worker_pb2
+from protos.block_hash import block_salt
 from proxy.config import ProxyConfig
 from proxy.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
 from proxy.inbox import Inbox, WakeQueue
@@ -357,7 +358,8 @@ class Handoff:
             if decoders:
                 block_size = decoders[0].block_size
                 token_ids = journey.token_ids()
-                salt = f"{journey.request.adapter}/{journey.request.cache_salt}"
+                request = journey.request
+                salt = block_salt(decoders[0].kv_identity, request.adapter, request.cache_salt)
                 hashes = self._router.hash_prompt(token_ids, block_size, salt)
                 candidate = self._router.candidate(
                     journey.request.request_id,

@@ -4,7 +4,6 @@ Scores are in tokens of prefill work: what is queued, what the prompt adds after
 prefix, what running sequences slow down. The lowest wins.
 """
 
-from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +11,7 @@ import xxhash
 
 from protos import worker_pb2
 from protos.block_hash import hash_blocks
+from proxy.prefix_index import PrefixIndex
 from proxy.session import Identity
 
 _TOKENS_PER_ACTIVE_SEQUENCE = 32.0
@@ -40,6 +40,8 @@ class WorkerSnapshot:
     """Share of its blocks that are held, 0..1."""
     block_size: int = 32
     max_model_len: int = 0
+    kv_identity: str = ""
+    """Model and quantisation: part of the salt of its block hashes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,48 +122,11 @@ def _lot(worker: WorkerSnapshot, candidate: Candidate) -> int:
     return xxhash.xxh3_64_intdigest(f"{candidate.request_id}/{worker.identity}".encode())
 
 
-class PrefixIndex:
-    """Which workers were last seen with which prompt blocks; bounded, the oldest go first.
-
-    A hint only: workers evict without telling.
-    """
-
-    def __init__(self, max_blocks: int = 65536) -> None:
-        self._max_blocks = max_blocks
-        self._holders: OrderedDict[bytes, set[Identity]] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._holders)
-
-    def add(self, block_hashes: Sequence[bytes], identity: Identity) -> None:
-        """Note that `identity` now holds these blocks."""
-        for block_hash in block_hashes:
-            self._holders.setdefault(block_hash, set()).add(identity)
-            self._holders.move_to_end(block_hash)
-        while len(self._holders) > self._max_blocks:
-            self._holders.popitem(last=False)
-
-    def match(self, block_hashes: Sequence[bytes]) -> dict[Identity, int]:
-        """Count the leading blocks that each worker probably holds."""
-        matched: dict[Identity, int] = {}
-        alive: set[Identity] | None = None
-        for depth, block_hash in enumerate(block_hashes, start=1):
-            holders = self._holders.get(block_hash)
-            if holders is None:
-                break
-            alive = set(holders) if alive is None else alive & holders
-            if not alive:
-                break
-            for identity in alive:
-                matched[identity] = depth
-        return matched
-
-
 class Router:
     """Placement with memory: the prefix index of this proxy."""
 
     def __init__(self) -> None:
-        self._index = PrefixIndex()
+        self.index = PrefixIndex()
         self._seen: set[Identity] = set()
 
     def hash_prompt(self, token_ids: Sequence[int], block_size: int, salt: str) -> list[bytes]:
@@ -177,7 +142,7 @@ class Router:
         num_failures: Mapping[Identity, int],
     ) -> Candidate:
         """Describe work for `choose`, with what the index knows about its prefix."""
-        matched = self._index.match(block_hashes)
+        matched = self.index.match(block_hashes)
         return Candidate(
             request_id=request_id,
             num_tokens=num_tokens,
@@ -189,4 +154,4 @@ class Router:
     def note(self, block_hashes: Sequence[bytes], identity: Identity) -> None:
         """Remember that `identity` computed or received these blocks."""
         self._seen.add(identity)
-        self._index.add(block_hashes, identity)
+        self.index.add(block_hashes, identity)

@@ -37,8 +37,10 @@ class Service:
         self._known_model_len = 0
         self.metrics = ProxyMetrics(config.served_model_names[0])
         self.adapters = Adapters(config)
-        self.pool = WorkerPool(config, f"proxy-{secrets.token_hex(4)}", self.adapters)
         self.router = Router()
+        self.pool = WorkerPool(
+            config, f"proxy-{secrets.token_hex(4)}", self.adapters, self.router.index
+        )
         self.admission = Admission(config)
         self.accounts = Accounts(config)
         self.builder = RequestBuilder(config, tokenizer, self.max_model_len, self.adapters)

@@ -22,6 +22,8 @@ import grpc
 from protos import worker_pb2, worker_pb2_grpc
 from proxy.config import ProxyConfig
 from proxy.inbox import Inbox
+from proxy.kv_subscription import KVSubscription
+from proxy.prefix_index import PrefixIndex
 
 logger = logging.getLogger(__name__)
 
@@ -144,6 +146,8 @@ class WorkerSession:
     """What the worker is told before any request."""
     on_adapter: Callable[[Identity, worker_pb2.AdapterChanged], None] = lambda _, __: None
     """Called with its answers to SetAdapter."""
+    index: PrefixIndex = field(default_factory=PrefixIndex)
+    """Kept to what the worker says that it holds."""
     hello: worker_pb2.WorkerHello | None = None
     stats: worker_pb2.WorkerStats | None = None
     is_broken: bool = False
@@ -156,6 +160,10 @@ class WorkerSession:
         default_factory=lambda: asyncio.Queue(_MAX_QUEUED_MESSAGES)
     )
     _broke: asyncio.Event = field(default_factory=asyncio.Event)
+    _kv: KVSubscription = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._kv = KVSubscription(self.index, self.identity, self.send)
 
     @property
     def is_usable(self) -> bool:
@@ -271,6 +279,7 @@ class WorkerSession:
         self.hello = first.hello
         for message in self.first_messages():
             self.send(message)
+        self._kv.start()
         self.on_greeted()
 
     async def _move(self, stream: _Stream) -> None:
@@ -338,6 +347,8 @@ class WorkerSession:
         elif kind == "stats":
             self.stats = message.stats
             self._reconcile()
+        elif kind == "kv_events":
+            self._kv.apply(message.kv_events)
 
     def _deliver(
         self,
@@ -376,6 +387,7 @@ class WorkerSession:
         if self.hello is not None:
             self.counters.num_breaks += 1
         self.is_broken = True
+        self._kv.close()
         calls, self._calls = self._calls, {}
         for call in calls.values():
             self.settle(call)

@@ -16,6 +16,7 @@ import grpc
 from protos import worker_pb2, worker_pb2_grpc
 from proxy.adapters import Adapters
 from proxy.config import ProxyConfig
+from proxy.prefix_index import PrefixIndex
 from proxy.router import WorkerSnapshot
 from proxy.session import (
     CHANNEL_OPTIONS,
@@ -55,6 +56,8 @@ class WorkerPool:
     config: ProxyConfig
     proxy_id: str
     adapters: Adapters
+    index: PrefixIndex = field(default_factory=PrefixIndex)
+    """Follows what every worker says that it holds."""
     generation: int = -1
     has_controller: bool = False
     links: dict[Identity, Link] = field(default_factory=dict)
@@ -197,6 +200,7 @@ class WorkerPool:
             on_greeted=self._notify,
             first_messages=self.adapters.messages,
             on_adapter=self.adapters.changed,
+            index=self.index,
         )
 
     def connected(self) -> list[WorkerSession]:
@@ -229,4 +233,5 @@ def snapshot(session: WorkerSession, *, is_draining: bool) -> WorkerSnapshot:
         kv_usage=min(1.0, stats.num_held_blocks / num_blocks),
         block_size=session.hello.layout.block_size or 32,
         max_model_len=session.hello.max_model_len,
+        kv_identity=f"{session.hello.model}/{session.hello.layout.weights}",
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 from engine.adapters import Adapters
 from engine.block_manager import BlockManager
 from engine.grammar import Grammars
+from engine.kv_events import KVEventLog
 from engine.models import CausalLM
 from engine.models.decoder import DecoderForCausalLM
 from engine.mtp import MTPDrafter
@@ -44,6 +45,7 @@ class Engine:
     cores: CoreShares | None
     grammars: Grammars
     tiers: PrefixTiers
+    kv_events: KVEventLog
     leading: Leading | None
     """None: there is one rank."""
     adapters: Adapters | None
@@ -76,7 +78,8 @@ def build_engine(
     model: CausalLM = part.model if leading is None else leading.model
     model_config, memory, num_blocks = part.model_config, part.memory, part.num_blocks
     tiers = _open_tiers(config, memory, num_blocks, role)
-    blocks = BlockManager(num_blocks, config.block_size, [tiers])
+    kv_events = KVEventLog()
+    blocks = BlockManager(num_blocks, config.block_size, [tiers, kv_events])
     max_model_len = min(
         config.max_model_len or model_config.max_position_embeddings,
         model_config.max_position_embeddings,
@@ -135,6 +138,7 @@ def build_engine(
         cores=cores,
         grammars=grammars,
         tiers=tiers,
+        kv_events=kv_events,
         leading=leading,
         adapters=adapters,
     )

@@ -6,6 +6,7 @@ from engine.logprobs import TokenLogprobs
 from engine.request import FinishReason, Request, RequestKey, RequestState, SamplingParams
 from kvtransfer.layout import KVLayout
 from protos import worker_pb2
+from protos.block_hash import block_salt
 
 _FINISH_REASONS = {
     None: worker_pb2.FINISH_NONE,
@@ -77,7 +78,7 @@ def request_from_proto(
         sampling=sampling_from_proto(work.sampling),
         deadline_s=now_s + work.deadline_ms / 1000 if work.deadline_ms else float("inf"),
         priority=work.priority,
-        cache_salt=f"{kv_identity}/{adapter}/{work.cache_salt}",
+        cache_salt=block_salt(kv_identity, adapter, work.cache_salt),
         adapter=adapter,
         arrival_s=now_s,
     )

@@ -101,6 +101,17 @@ class Intake:
         """The proxy still wants these keys."""
         self._leases.renew(map(key_from_proto, message.keys), time.monotonic())
 
+    def publish_kv(self) -> None:
+        """Tell every proxy what changed in the prefix cache."""
+        events = self._engine.kv_events.take()
+        if events is not None:
+            self.replies.broadcast(worker_pb2.WorkerMessage(kv_events=events))
+
+    def resync_kv(self, session_id: int) -> None:
+        """Tell one proxy all of it."""
+        events = self._engine.kv_events.snapshot(self._engine.blocks.findable())
+        self.replies.answer(session_id, worker_pb2.WorkerMessage(kv_events=events))
+
     def of_session(self, session_id: int) -> list[RequestKey]:
         """Every key that came over a stream."""
         return self._leases.of_session(session_id)

@@ -70,7 +70,16 @@ class Replies:
 
     def stats(self, stats: worker_pb2.WorkerStats) -> None:
         """Send stats to every session."""
-        self._outbox.broadcast(worker_pb2.WorkerMessage(stats=stats))
+        self.broadcast(worker_pb2.WorkerMessage(stats=stats))
+
+    def broadcast(self, message: worker_pb2.WorkerMessage) -> None:
+        """Send a message to every session, behind what is queued."""
+        self.flush()
+        self._outbox.broadcast(message)
+
+    def answer(self, session_id: int, message: worker_pb2.WorkerMessage) -> None:
+        """Queue a message for one session."""
+        self._queued.append((session_id, message))
 
 
 def _released(key: RequestKey) -> worker_pb2.WorkerMessage:

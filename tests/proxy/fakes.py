@@ -204,6 +204,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     ) -> None:
         async for message in messages:
             kind = message.WhichOneof("message")
+            if kind == "resync_kv":
+                continue
             self.received.append(str(kind))
             if kind == "renew":
                 self.renewed = {(key.request_id, key.attempt) for key in message.renew.keys}

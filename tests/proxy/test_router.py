@@ -4,9 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protos import worker_pb2
+from proxy.prefix_index import PrefixIndex
 from proxy.router import (
     Candidate,
-    PrefixIndex,
     Router,
     WorkerSnapshot,
     choose,
