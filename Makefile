@@ -40,6 +40,8 @@ bench: install
 	$(BIN)/python bench/bench_interference.py
 	$(BIN)/python bench/bench_proxy.py
 	$(BIN)/python bench/bench_footprint.py
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python bench/bench_transfer.py
+	$(BIN)/python bench/bench_tiers.py
 
 protos: install
 	$(BIN)/python deploy/check_protos.py --write
