@@ -220,6 +220,12 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def _is_ray_address(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    is_port = port.isascii() and port.isdecimal() and 0 < int(port) < 65536
+    return text in ("local", "auto") or (is_port and is_host(host.strip("[]")))
+
+
 def is_host(text: str) -> bool:
     """Whether `text` is an IP address, or could be the name of a host."""
     try:
@@ -245,6 +251,9 @@ def _check_addresses(config: ServiceConfig) -> list[str]:
             f"{key}: {json.dumps(name)} is not allowed as the name that clients use: at most "
             f"{_MAX_MODEL_NAME_CHARS} printable characters, no space at either end"
         )
+    if not _is_ray_address(config.ray.address):
+        address = json.dumps(config.ray.address)
+        problems.append(f"ray.address: {address} is not allowed: local, auto or HOST:PORT")
     if config.http_port == config.grpc_port != 0:
         problems.append(f"http_port and grpc_port are both {config.http_port}: they must differ")
     try:

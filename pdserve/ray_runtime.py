@@ -89,9 +89,24 @@ def local_ray(
 
 @contextmanager
 def cluster_ray(address: str) -> Iterator[RayConnection]:
-    """The Ray cluster at `address` (auto: this machine's)."""
+    """The Ray cluster at `address` (auto: this machine's).
+
+    Raises: StartFailed: there is none.
+    """
+    if address != "auto":
+        _check_reachable(address)
     with _connected(address=address) as connection:
         yield connection
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself would try for two minutes, and not hear Ctrl-C meanwhile."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise StartFailed(f"ray.address {address} cannot be reached: {reason}") from error
 
 
 class ControllerHandle:

@@ -65,6 +65,21 @@ def test_a_state_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     assert f"'{tmp_path}/file/x" in result.stderr
 
 
+def test_a_ray_cluster_that_is_not_there_is_said_at_once(tmp_path: Path) -> None:
+    ports = ("--set", "http_port=0", "--set", "grpc_port=0")
+    address = f"127.0.0.1:{free_port()}"
+    result = run("up", "--set", f"ray.address={address}", *ports, "--state-dir", str(tmp_path))
+    assert result.returncode == 1
+    assert f"error: ray.address {address} cannot be reached: Connection refused" in result.stderr
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+    return port
+
+
 def test_scale_takes_roles_and_numbers() -> None:
     assert parse_numbers(["prefiller=2", "decoder=3"]) == (2, 3)
     assert parse_numbers(["prefiller=0"]) == (0, None)
