@@ -48,7 +48,9 @@ class KVSubscription:
     def close(self) -> None:
         """The session is over: nobody tells what the worker holds."""
         self._next = None
-        self._index.drop(self._identity)
+        # One that was never greeted added nothing; such sessions may end many times a second.
+        if self.num_resyncs:
+            self._index.drop(self._identity)
 
     def _resync(self) -> None:
         self._next = None

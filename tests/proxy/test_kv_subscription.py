@@ -109,3 +109,10 @@ def test_what_a_worker_held_is_forgotten_with_its_session_and_others_stay() -> N
     rig.subscription.close()
     assert rig.index.match(hashes) == {OTHER: 2}
     assert len(rig.index) == 2
+
+
+def test_a_session_that_was_never_greeted_leaves_the_hints_alone() -> None:
+    index = PrefixIndex()
+    index.add([bytes(16)], US)
+    KVSubscription(index, US, [].append).close()
+    assert index.match([bytes(16)]) == {US: 1}
