@@ -1,7 +1,9 @@
 """What is noted of a running service: for its owner only, and never stale."""
 
+import fcntl
 import os
 import stat
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,6 +39,18 @@ def test_a_living_service_is_found_and_a_second_one_refused_with_where_it_is(
         ):
             pass
     assert folder.read() is None
+
+
+def test_asking_for_a_service_does_not_keep_it_from_starting(tmp_path: Path) -> None:
+    folder = StateFolder(tmp_path, "s")
+    folder.path.mkdir()
+    with (folder.path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)  # as is_locked does, for longer
+        timer = threading.Timer(0.2, fcntl.flock, (lock, fcntl.LOCK_UN))
+        timer.start()
+        with folder.locked():
+            assert folder.is_locked()
+        timer.join()
 
 
 def test_what_a_killed_supervisor_left_is_not_taken_for_a_service(tmp_path: Path) -> None:
