@@ -29,7 +29,7 @@ from torchair.inference import cache_compile
 
 from decoder.graph_sizes import plan_sizes
 from engine.batch import Batch, KVBatch
-from engine.layers.moe import Experts
+from engine.layers.experts import Experts
 from engine.models import CausalLM
 from kernels.ascend.attention import AttentionCall
 from kernels.ascend.mla import token_major

@@ -177,6 +177,30 @@ class BatchBuilder:
             has_adapters=any(span.request.adapter for span in spans),
         )
 
+    def dummy(self) -> Batch:
+        """One row that writes no KV and samples nothing, for a rank that must take part in a step.
+
+        It reads block 0, whatever is there.
+        """
+        zero, one = np.zeros(1, np.int32), np.ones(1, np.int32)
+        kv = KVBatch(
+            k_caches=self._k_caches,
+            v_caches=self._v_caches,
+            slot_mapping=torch.from_numpy(-one),
+            block_table=torch.from_numpy(zero[None]),
+            cu_seqlens_q=torch.from_numpy(np.arange(2, dtype=np.int32)),
+            context_lens=torch.from_numpy(one),
+            max_seqlen_q=1,
+            num_decode_seqs=1,
+            num_decode_tokens=1,
+        )
+        return Batch(
+            input_ids=torch.from_numpy(zero),
+            positions=torch.from_numpy(zero),
+            kv=kv,
+            sample_rows=torch.from_numpy(zero[:0]),
+        )
+
     def _token_ids(self, spans: Sequence[Span], starts: Int32s) -> Int32s:
         token_ids = self._tokens.take(int(starts[-1]))
         for start, span in zip(starts.tolist(), spans, strict=False):

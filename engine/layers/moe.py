@@ -1,116 +1,33 @@
-"""Mixture of experts: each token goes through the few MLPs that its router picks."""
+"""Mixture of experts: each token goes through the few MLPs that its router picks.
 
-from collections.abc import Collection, Iterator, Mapping
+With ep_size above 1 the experts are dealt out over ranks; `moe_comm` says how tokens reach them:
+
+    zero_redundancy  rows are scattered: route the own T / tp rows --all-to-all--> experts -->
+                     the own rows. Nothing is gathered or sliced here.
+    allreduce        every rank of a tensor-parallel group has all rows: slice the own T / tp,
+                     all-to-all, AllGather
+    allgather        within a tensor-parallel group: every rank computes all rows on its own
+                     experts, AllReduce. Beyond it: slice, AllGather, compute, ReduceScatter,
+                     AllGather
+"""
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
+from engine.collectives import max_over
 from engine.config import MoEConfig, Quantization
-from engine.layers.layer import Shard, WeightedLayer
+from engine.expert_placement import ExpertPlacement, SlotTable
+from engine.layers.dispatch import AllToAllDispatch, compute_own
+from engine.layers.experts import Experts
+from engine.layers.layer import WeightedLayer
 from engine.layers.linear import FusedLinear
 from engine.layers.mlp import GatedMLP
-from engine.layers.quantization import pack_grouped_linear
 from engine.layers.rows import rows_of
 from engine.parallel import Parallel, Span, split_evenly
-from kernels.ops import GroupedLinear, Ops
-from kernels.quantized import QuantizedWeight, concat_rows
-
-_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-
-
-class Experts(WeightedLayer):
-    """down(silu(gate(x)) * up(x)) with weights per expert, on the rows routed to each.
-
-    dispatch: rows sorted by expert -> one product per expert that has rows -> combine: weighted sum
-    """
-
-    def __init__(
-        self, hidden_size: int, config: MoEConfig, *, ops: Ops, experts: range, columns: Span
-    ) -> None:
-        """`experts` are the ones that this rank holds, `columns` the part of their width."""
-        super().__init__()
-        num_experts, width = len(experts), len(columns)
-        self._ops = ops
-        self._experts = experts
-        self._num_experts = config.num_experts
-        self._columns = columns
-        self._width = width
-        self._gate_up_weight: Tensor | None = torch.empty(num_experts, 2 * width, hidden_size)
-        self._down_weight: Tensor | None = torch.empty(num_experts, hidden_size, width)
-        self._gate_up: GroupedLinear | None = None
-        self._down: GroupedLinear | None = None
-
-    @property
-    def num_local_experts(self) -> int:
-        """How many this rank holds."""
-        return len(self._experts)
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Views of the stacked tensors, three per expert."""
-        gate_up, down = self._gate_up_weight, self._down_weight
-        assert gate_up is not None, "the weights are packed already"
-        assert down is not None, "the weights are packed already"
-        for i, expert in enumerate(self._experts):
-            yield f"experts.{expert}.gate_proj.weight", gate_up[i, : self._width]
-            yield f"experts.{expert}.up_proj.weight", gate_up[i, self._width :]
-            yield f"experts.{expert}.down_proj.weight", down[i]
-
-    def shards(self) -> Mapping[str, Shard]:
-        """Outputs of gate and up, inputs of down."""
-        if len(self._columns) == self._columns.total:
-            return {}
-        dims = {"gate_proj": 0, "up_proj": 0, "down_proj": 1}
-        return {
-            f"experts.{expert}.{name}.weight": Shard(dim, self._columns)
-            for expert in self._experts
-            for name, dim in dims.items()
-        }
-
-    def elsewhere(self) -> Iterator[str]:
-        """The experts of the other ranks."""
-        for expert in range(self._num_experts):
-            if expert not in self._experts:
-                for name in _PROJECTIONS:
-                    yield f"experts.{expert}.{name}.weight"
-
-    def pack(self, quantization: Quantization) -> None:
-        """Hand the weights to the backend and drop the plain ones."""
-        assert self._gate_up_weight is not None, "the weights are packed already"
-        assert self._down_weight is not None, "the weights are packed already"
-        self._gate_up = pack_grouped_linear(self._ops, self._gate_up_weight, quantization)
-        self._gate_up_weight = None
-        self._down = pack_grouped_linear(self._ops, self._down_weight, quantization)
-        self._down_weight = None
-
-    def quantizable(self) -> Collection[str]:
-        """All weights of all experts here."""
-        return [name for name, _ in self.weights()]
-
-    def pack_quantized(self, weights: Mapping[str, QuantizedWeight]) -> bool:
-        """Hand gate and up, side by side, and down of every expert to the backend."""
-        gate_up, down = [], []
-        for expert in self._experts:
-            own = {name: weights[f"experts.{expert}.{name}.weight"] for name in _PROJECTIONS}
-            fused = concat_rows([own["gate_proj"], own["up_proj"]])
-            if fused is None:
-                return False
-            gate_up.append(fused)
-            down.append(own["down_proj"])
-        self._gate_up = self._ops.grouped_quantized_linear(gate_up)
-        self._down = self._ops.grouped_quantized_linear(down)
-        self._gate_up_weight = self._down_weight = None
-        return True
-
-    def forward(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
-        """x: [T, hidden_size]; topk_weights, topk_ids: [T, k] -> [T, hidden_size]."""
-        assert self._gate_up is not None, "the weights are not loaded"
-        assert self._down is not None, "the weights are not loaded"
-        rows, row_index, group_sizes = self._ops.moe_init_routing(
-            x, topk_ids, self._down.num_groups
-        )
-        hidden = self._ops.silu_mul(self._gate_up(rows, group_sizes))
-        out = self._down(hidden, group_sizes)
-        return self._ops.moe_finalize_routing(out, row_index, topk_weights)
+from kernels.ops import Ops
 
 
 class CorrectionBias(WeightedLayer):
@@ -136,6 +53,9 @@ class CorrectionBias(WeightedLayer):
 class MoE(nn.Module):
     """A router and its experts, in the place of an MLP.
 
+    Shared experts are split like a dense MLP with ep_size 1, else whole on every rank, so that they
+    need no collective.
+
     Source: sparsely gated experts (arXiv 1701.06538); softmax before the choice as in GShard
     (arXiv 2006.16668).
     """
@@ -146,6 +66,7 @@ class MoE(nn.Module):
         super().__init__()
         self._ops = ops
         self._config = config
+        self._parallel = parallel
         self._rows = rows_of(parallel)
         # NOTE: never quantised: another choice of experts costs more than the few bytes.
         self.gate = FusedLinear(
@@ -158,12 +79,22 @@ class MoE(nn.Module):
         self.correction = (
             CorrectionBias(config.num_experts, ops=ops) if config.has_correction_bias else None
         )
+        is_dealt_out = parallel.config.ep_size > 1
+        width = config.intermediate_size
+        placement = ExpertPlacement.contiguous(config.num_experts, parallel.ep.size)
+        self._slots_per_rank = placement.slots_per_rank
+        self._slots = SlotTable(placement)
+        self._dispatch = AllToAllDispatch(parallel.ep, placement.slots_per_rank, ops)
         self.experts = Experts(
             hidden_size,
             config,
             ops=ops,
-            experts=range(config.num_experts),
-            columns=split_evenly("moe intermediate_size", config.intermediate_size, parallel.tp),
+            experts=placement.of_rank(parallel.ep.rank),
+            columns=(
+                Span.whole(width)
+                if is_dealt_out
+                else split_evenly("moe intermediate_size", width, parallel.tp)
+            ),
         )
         self.shared_experts = (
             GatedMLP(
@@ -171,7 +102,7 @@ class MoE(nn.Module):
                 config.shared_intermediate_size,
                 bias=False,
                 ops=ops,
-                parallel=parallel,
+                parallel=Parallel() if is_dealt_out else parallel,
             )
             if config.shared_intermediate_size
             else None
@@ -179,11 +110,62 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [T, hidden_size] -> the same; rows as they are between blocks."""
-        x = self._rows.gather(x)
-        out: Tensor = self.experts(x, *self._route(x))
-        if self.shared_experts is not None:
-            out = out + self.shared_experts.partial(x)
-        return self._rows.reduce(out)
+        config = self._parallel.config
+        if config.ep_size == 1:
+            x = self._rows.gather(x)
+            return self._rows.reduce(self._with_shared(x, self.experts(x, *self._route(x))))
+        if self._rows.is_scattered or (config.tp_size == 1 and config.moe_comm != "allgather"):
+            return self._all_to_all(x)
+        if config.moe_comm == "allgather":
+            is_within = config.tp_size % config.ep_size == 0
+            return self._own_experts(x) if is_within else self._gathered(x)
+        return self._parallel.tp.all_gather(self._all_to_all(self._own_rows(x)))[: len(x)]
+
+    def _all_to_all(self, x: Tensor) -> Tensor:
+        """Rows that no other rank of the group has -> the same rows."""
+        topk_weights, topk_ids = self._route(x)
+        slots = self._slots(topk_ids, self._parallel.ep.rank)
+        return self._with_shared(x, self._dispatch(x, topk_weights, slots, self.experts.compute))
+
+    def _own_experts(self, x: Tensor) -> Tensor:
+        """Rows that every rank of the group has -> the same."""
+        return self._with_shared(x, self._parallel.ep.all_reduce(self._partial(x)))
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        """Rows that only the tensor-parallel group has -> the same."""
+        own, group = self._own_rows(x), self._parallel.ep
+        # NOTE: groups with other requests may have other numbers of rows.
+        (most,) = max_over(group, [len(own)])
+        padded = functional.pad(own, (0, 0, 0, most - len(own)))
+        summed = group.reduce_scatter(self._partial(group.all_gather(padded)))[: len(own)]
+        return self._parallel.tp.all_gather(self._with_shared(own, summed))[: len(x)]
+
+    def _partial(self, x: Tensor) -> Tensor:
+        """What this rank's experts add to every row."""
+        topk_weights, topk_ids = self._route(x)
+        num_slots = self._slots_per_rank
+        return compute_own(
+            x,
+            topk_weights,
+            self._slots(topk_ids, 0),
+            self._parallel.ep.rank * num_slots,
+            num_slots,
+            self.experts.compute,
+            self._ops,
+        )
+
+    def _own_rows(self, x: Tensor) -> Tensor:
+        """This rank's T / tp of the rows, padded at the tail."""
+        group = self._parallel.tp
+        count = -(-len(x) // group.size)
+        if padding := count * group.size - len(x):
+            x = functional.pad(x, (0, 0, 0, padding))
+        return x[group.rank * count : (group.rank + 1) * count]
+
+    def _with_shared(self, x: Tensor, routed: Tensor) -> Tensor:
+        if self.shared_experts is None:
+            return routed
+        return routed + self.shared_experts.partial(x)
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """-> topk_weights, topk_ids [T, k]."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import BatchBuilder
+from engine.collectives import Group, max_over
 from engine.config import Quantization
 from engine.kv_layout import kv_layout
 from engine.models import CausalLM, build_model
@@ -75,12 +76,16 @@ def logits_by_steps(
     cache: PoisonedCache,
     sequences: Sequence[Sequence[int]],
     take: Callable[[int, int], int],
+    lockstep: Group | None = None,
 ) -> list[Tensor]:
-    """Logits at every token; each step computes `take(sequence, tokens left)` of each sequence."""
+    """Logits at every token; each step computes `take(sequence, tokens left)` of each sequence.
+
+    With ranks in lockstep: a rank whose sequences are done runs dummy rows until all are.
+    """
     requests = [make_request(token_ids) for token_ids in sequences]
     for request in requests:
         cache.allocate(request)
-    return logits_of_requests(model, cache, requests, take)
+    return logits_of_requests(model, cache, requests, take, lockstep)
 
 
 @torch.inference_mode()
@@ -89,6 +94,7 @@ def logits_of_requests(
     cache: PoisonedCache,
     requests: Sequence[Request],
     take: Callable[[int, int], int],
+    lockstep: Group | None = None,
 ) -> list[Tensor]:
     """Logits at every token that is left to compute; the requests hold their blocks."""
     builder = BatchBuilder(cache.k_caches, cache.v_caches, cache.block_size)
@@ -99,11 +105,11 @@ def logits_of_requests(
             left = request.num_tokens - request.num_computed_tokens
             if left and (count := min(left, take(i, left))):
                 chosen.append((i, ScheduledRequest(request, count)))
-        if not chosen:
+        if not any(max_over(lockstep, [len(chosen)]) if lockstep else [len(chosen)]):
             return [torch.cat(parts) for parts in rows]
-        batch = builder.build([entry for _, entry in chosen])
+        batch = builder.build([e for _, e in chosen]) if chosen else builder.dummy()
         logits = model.logits(model(batch.input_ids, batch.positions, batch.kv))
-        parts = logits.split([entry.num_tokens for _, entry in chosen])
+        parts = logits.split([entry.num_tokens for _, entry in chosen]) if chosen else ()
         for (i, entry), part in zip(chosen, parts, strict=True):
             rows[i].append(part)
             entry.request.num_computed_tokens += entry.num_tokens

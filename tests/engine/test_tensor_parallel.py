@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -26,14 +25,13 @@ from engine.parallel import Parallel
 from engine.parallel_config import ParallelConfig
 from engine.weights import load_model_config
 from kernels.ops import select_ops
+from tests.engine.rank_jobs import collectives, logits
 from tests.engine.ranks import Ranks, alone
-from tests.engine.steps import PoisonedCache, load, logits_by_steps, random_token_ids
 from tests.engine.test_deepseek import tiny_deepseek
 from tests.engine.tiny import tiny_hf
 
 pytestmark = pytest.mark.multiprocess
 
-_LENGTHS = (1, 2, 7, 17, 33)
 _MOE = {
     "head_dim": 16,
     "num_experts": 8,
@@ -72,14 +70,6 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
-def logits(parallel: Parallel, folder: Path) -> list[Tensor]:
-    """Uneven chunks of prompts beside single tokens, to the end of every sequence."""
-    model = load(folder, select_ops("reference"), parallel)
-    cache = PoisonedCache(model, num_blocks=24, block_size=4, parallel=parallel)
-    sequences = [[t % 95 for t in random_token_ids(n, seed=n)] for n in _LENGTHS]
-    return logits_by_steps(model, cache, sequences, lambda i, left: (i, 5, 1)[left % 3])
-
-
 @pytest.mark.parametrize(
     "config",
     [
@@ -96,11 +86,6 @@ def test_every_rank_has_the_logits_of_one_process(
     expected = alone(logits, folder)
     for found in ranks.run(logits, folder, **config):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)
-
-
-def collectives(parallel: Parallel, folder: Path) -> dict[str, tuple[int, int]]:
-    logits(parallel, folder)
-    return parallel.counters.snapshot()
 
 
 def test_a_rank_alone_calls_nothing(folder: Path) -> None:

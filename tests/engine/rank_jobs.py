@@ -1,0 +1,83 @@
+"""What ranks are told to do in tests. Apart from the tests: every rank imports it, and importing
+transformers, which the tests need, takes seconds.
+"""
+
+import zlib
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.collectives import since
+from engine.config import MoEConfig
+from engine.layers.layer import named_weights, pack_weights
+from engine.layers.moe import MoE
+from engine.layers.rows import rows_of
+from engine.parallel import Parallel
+from kernels.ops import select_ops
+from tests.engine.steps import PoisonedCache, load, logits_by_steps, random_token_ids
+
+# Of the data-parallel ranks: uneven numbers of sequences, lengths and steps; one has nothing.
+LENGTHS = ((1, 17, 9), (), (33,), (2, 5))
+HIDDEN, WIDTH, EXPERTS, TOP_K = 24, 16, 16, 3
+
+
+def logits(parallel: Parallel, folder: Path) -> list[Tensor]:
+    """Uneven chunks of prompts beside single tokens, to the end of every sequence."""
+    model = load(folder, select_ops("reference"), parallel)
+    cache = PoisonedCache(model, num_blocks=24, block_size=4, parallel=parallel)
+    sequences = [[t % 95 for t in random_token_ids(n, seed=n)] for n in (1, 2, 7, 17, 33)]
+    return logits_by_steps(model, cache, sequences, lambda i, left: (i + 1, 5, 1)[left % 3])
+
+
+def collectives(parallel: Parallel, folder: Path) -> dict[str, tuple[int, int]]:
+    logits(parallel, folder)
+    return parallel.counters.snapshot()
+
+
+def lockstep_logits(parallel: Parallel, folder: Path, dp_rank: int | None = None) -> list[Tensor]:
+    """Of the sequences of this rank, or of that one."""
+    model = load(folder, select_ops("reference"), parallel)
+    cache = PoisonedCache(model, num_blocks=24, block_size=4, parallel=parallel)
+    mine = parallel.config.dp_rank if dp_rank is None else dp_rank
+    sequences = [random_token_ids(n, seed=n + 10 * mine) for n in LENGTHS[mine]]
+    take = lambda i, left: (i + 1, 5, 1)[left % 3]  # noqa: E731
+    return logits_by_steps(model, cache, sequences, take, lockstep=parallel.world)
+
+
+def moe_step(parallel: Parallel, x: Tensor) -> tuple[Tensor, dict[str, tuple[int, int]]]:
+    """One sparse layer on rows that are as they are between blocks; what it returns and calls."""
+    config = MoEConfig(
+        num_experts=EXPERTS,
+        num_experts_per_tok=TOP_K,
+        intermediate_size=WIDTH,
+        norm_topk_prob=True,
+        layers=frozenset({0}),
+    )
+    moe = MoE(HIDDEN, config, ops=select_ops("reference"), parallel=parallel)
+    for name, weight in named_weights(moe).items():
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        weight.copy_(0.3 * torch.randn(weight.shape, generator=generator))
+    pack_weights(moe)
+    if rows_of(parallel).is_scattered:
+        x = x.chunk(parallel.tp.size)[parallel.tp.rank]
+    before = parallel.counters.snapshot()
+    with torch.inference_mode():
+        out = moe(x)
+    return out, since(parallel.counters.snapshot(), before)
+
+
+def routes(parallel: Parallel, x: Tensor) -> Tensor:
+    """[T, k]: the experts of every row."""
+    generator = torch.Generator().manual_seed(zlib.crc32(b"gate.weight"))
+    gate = 0.3 * torch.randn(EXPERTS, HIDDEN, generator=generator)
+    return (x @ gate.T).topk(TOP_K).indices
+
+
+def forward_counts(parallel: Parallel, folder: Path) -> dict[str, tuple[int, int]]:
+    """Of one forward pass of 6 rows, a multiple of tp_size 2, and its logits."""
+    model = load(folder, select_ops("reference"), parallel)
+    cache = PoisonedCache(model, num_blocks=24, block_size=4, parallel=parallel)
+    before = parallel.counters.snapshot()
+    logits_by_steps(model, cache, [random_token_ids(6, seed=0)], lambda _, left: left)
+    return since(parallel.counters.snapshot(), before)
