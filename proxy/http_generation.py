@@ -15,7 +15,13 @@ from starlette.types import Receive, Scope, Send
 
 from proxy.auth import Account
 from proxy.choice import Delta
-from proxy.errors import ClientDisconnected, InternalError, ProxyError, Unauthenticated
+from proxy.errors import (
+    ClientDisconnected,
+    InternalError,
+    ProxyError,
+    Unauthenticated,
+    Unavailable,
+)
 from proxy.generation import Usage
 from proxy.http_body import WriteWatch, cancel_on_disconnect
 from proxy.openai_responses import ChoiceResult, ResponseFormat, select_choices, usage_body
@@ -90,9 +96,10 @@ class GenerationResponse:
             await self._send_error(send, failure)
         except ClientDisconnected as failure:
             error = failure
-        except asyncio.CancelledError as failure:
-            error = failure
-            raise
+        except asyncio.CancelledError:
+            # A client that left is a ClientDisconnected: this is the end of the service.
+            error = Unavailable("the service is shutting down", retry_after_s=1.0)
+            await self._send_error(send, error)
         except Exception as failure:  # outermost: the client must get an answer
             error = failure
             logger.exception("request %s failed", self._request.request_id)

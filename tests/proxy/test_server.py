@@ -1,5 +1,6 @@
 """The process: configuration, ports, signals, metrics and status."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -90,6 +91,24 @@ def test_the_proxy_imports_nothing_heavy() -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+async def test_requests_that_outlast_the_grace_are_told(stand: StandFactory) -> None:
+    async with stand() as proxy:
+        proxy.decoders[0].behavior.token_delay_s = 0.02
+        body = {"prompt": "a", "max_tokens": 5000}
+        whole = asyncio.create_task(proxy.http.post("/v1/completions", json=body))
+        streamed = asyncio.create_task(
+            proxy.http.post("/v1/completions", json={**body, "stream": True})
+        )
+        await proxy.until(lambda: len(proxy.decoders[0].held) == 2)
+        proxy.server.stop()
+        reply = await asyncio.wait_for(whole, 10)
+        assert reply.status_code == 503
+        assert "retry-after" in reply.headers
+        *_, last = [line[6:] for line in (await streamed).text.splitlines() if line]
+        assert json.loads(last)["error"] == reply.json()["error"]
+        await proxy.until(lambda: not proxy.decoders[0].held)
 
 
 async def test_metrics_and_status_show_workers_and_requests(stand: StandFactory) -> None:
