@@ -32,6 +32,8 @@ from proxy.workers import WorkerPool
 _MAX_REMOTE_FAILURES = 2
 _MAX_DECODER_FAILURES = 2
 _PROGRESS_TOKENS = 8
+# More would make events, and what is buffered for a client that stops reading, large.
+_MAX_JOINED_TOKENS = 32
 _DEADLINE_SLACK_S = 1.0
 _BACKOFF_MIN_S = 0.05
 _BACKOFF_MAX_S = 1.0
@@ -255,7 +257,11 @@ class Handoff:
             event = self._accept(journey, call, message)
             if event is None:
                 continue
-            while event.finish_reason is None and (more := self._waiting(journey, inbox, call)):
+            while (
+                event.finish_reason is None
+                and len(event.token_ids) < _MAX_JOINED_TOKENS
+                and (more := self._waiting(journey, inbox, call))
+            ):
                 event = event.joined(more)
             yield event
             if event.finish_reason is not None:

@@ -33,7 +33,9 @@ async def until_in(proxy: Stand, phase: str) -> None:
     elif phase == "transfer":
         await proxy.until(lambda: "activate" in decoder.received)
     else:
-        await proxy.until(lambda: decoder.num_decode_tokens > 0)
+        labels = {"model_name": MODEL, "role": "proxy"}
+        name = "vllm:inter_token_latency_seconds_count"
+        await proxy.until(lambda: proxy.metric(name, **labels) > 0)
 
 
 PHASES = ["reserve", "prefill", "transfer", "decode"]
