@@ -24,9 +24,10 @@ from proxy.config import ProxyConfig
 from proxy.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
 from proxy.inbox import Inbox, WakeQueue
 from proxy.metrics import ProxyMetrics
-from proxy.request import FinishReason, Phase, Progress, SequenceRequest, TokenEvent, TokenLogprobs
+from proxy.request import FinishReason, Phase, Progress, SequenceRequest, TokenEvent
 from proxy.router import Router, WorkerSnapshot, choose, helps_out
 from proxy.session import Call, CallInbox, CallMessage, Identity, SessionLost
+from proxy.token_output import logprobs_of, prompt_logprobs_of
 from proxy.workers import WorkerPool
 
 _MAX_REMOTE_FAILURES = 2
@@ -326,8 +327,8 @@ class Handoff:
         journey.overloaded_since_s = None
         return TokenEvent(
             token_ids=new_ids,
-            logprobs=_logprobs(output, num_known),
-            prompt_logprobs=_prompt_logprobs(output) if is_first else None,
+            logprobs=logprobs_of(output, num_known),
+            prompt_logprobs=prompt_logprobs_of(output) if is_first else None,
             draft_token_ids=output.draft_token_ids,
             num_cached_tokens=output.num_cached_tokens if is_first else None,
             finish_reason=finish_reason,
@@ -487,33 +488,3 @@ class Handoff:
 
 def _now_s() -> float:
     return asyncio.get_running_loop().time()
-
-
-def _logprobs(output: worker_pb2.TokenOutput, num_known: int) -> list[TokenLogprobs] | None:
-    if not output.logprobs:
-        return None
-    tops = output.top_logprobs
-    return [
-        TokenLogprobs(
-            entry.token_id,
-            entry.logprob,
-            tuple((top.token_id, top.logprob) for top in tops[index].logprobs)
-            if index < len(tops)
-            else (),
-        )
-        for index, entry in enumerate(output.logprobs)
-        if index >= num_known
-    ]
-
-
-def _prompt_logprobs(output: worker_pb2.TokenOutput) -> list[TokenLogprobs] | None:
-    if not output.prompt_logprobs:
-        return None
-    return [
-        TokenLogprobs(
-            entry.logprobs[0].token_id,
-            entry.logprobs[0].logprob,
-            tuple((top.token_id, top.logprob) for top in entry.logprobs[1:]),
-        )
-        for entry in output.prompt_logprobs
-    ]
