@@ -1,0 +1,200 @@
+"""Weights in float, int8, int4 and as the GGUF file has them: decode steps and perplexity.
+
+One engine of each, in turns in one run; shown are medians and ratios to float. With --llama-cpp
+FOLDER, in which `npm install node-llama-cpp` was run, llama.cpp decodes the same file in turns too.
+--perplexity compares them on the text of the licence, a fixed one. --memory shows what the weights
+take, and the most that loading them took.
+"""
+
+import argparse
+import json
+import math
+import multiprocessing
+import statistics
+import subprocess
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+import torch
+from worker_engine import BenchEngine, default_output
+
+from engine.config import Quantization
+from engine.kv_layout import kv_layout
+from engine.models import build_model
+from engine.request import Request, SamplingParams
+from engine.runner import Runner
+from engine.scheduler import ScheduledRequest
+from engine.weights import load_model_config, load_weights
+from kernels.ops import select_ops
+from pdserve.models import resolve_model
+from proxy.tokenizer import load_tokenizer
+
+BATCHES = (1, 4, 8, 16, 32)
+CONTEXT = 96
+QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
+TEXT = Path(__file__).resolve().parent.parent / "LICENSE"
+BLOCK_SIZE, CHUNK = 32, 512
+PEER = "llama.cpp, batch 1"
+
+
+def bench_decode(model: str, threads: int, rounds: int, llama_cpp: Path | None) -> dict[str, float]:
+    """Median ms of each step, by its name; printed as a table."""
+    engines = {
+        quantization: BenchEngine(
+            model, threads, quantization=quantization, kv_cache_bytes=256 << 20
+        )
+        for quantization in QUANTIZATIONS
+    }
+    times: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        for batch in BATCHES:
+            for quantization, engine in engines.items():
+                step_s = engine.decode(batch, CONTEXT).step_s
+                times.setdefault(f"{quantization}, batch {batch}", []).append(1e3 * step_s)
+        if llama_cpp is not None:
+            times.setdefault(PEER, []).append(llama_cpp_ms(llama_cpp, model, threads))
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    print(f"{threads} threads, medians of {rounds} rounds, ms a step (times as fast as none)\n")
+    print(f"| batch | {' | '.join(QUANTIZATIONS)} |\n|---|{'---|' * len(QUANTIZATIONS)}")
+    for batch in BATCHES:
+        plain = medians[f"none, batch {batch}"]
+        steps = [medians[f"{quantization}, batch {batch}"] for quantization in QUANTIZATIONS]
+        print(f"| {batch} | {' | '.join(f'{ms:.2f} ({plain / ms:.2f}x)' for ms in steps)} |")
+    if llama_cpp is not None:
+        ratios = {name: medians[PEER] / medians[f"{name}, batch 1"] for name in QUANTIZATIONS}
+        text = ", ".join(f"{name} {ratio:.2f}x" for name, ratio in ratios.items())
+        print(f"\nllama.cpp: {medians[PEER]:.2f} ms at batch 1; as fast as that: {text}")
+    return medians
+
+
+def llama_cpp_ms(folder: Path, model: str, threads: int) -> float:
+    """Median of a decode step of llama.cpp."""
+    code = (Path(__file__).parent / "llama_cpp_decode.mjs").read_bytes()
+    # It starts itself again to try its binary, so it has to be a file, and beside its modules.
+    with tempfile.NamedTemporaryFile(dir=folder, suffix=".mjs") as script:
+        script.write(code)
+        script.flush()
+        command = ["node", script.name, str(resolve_model(model)), str(threads), "24"]
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, check=True, timeout=120
+        )
+    return float(json.loads(done.stdout.splitlines()[-1])["median_ms"])
+
+
+def perplexity(model: str, quantization: Quantization, ops: str, token_ids: Sequence[int]) -> float:
+    """exp of the mean negative log-likelihood of each token after the first."""
+    path, backend = resolve_model(model), select_ops(ops)
+    config = load_model_config(path)
+    built = build_model(config, backend)
+    load_weights(path, built, quantization=quantization)
+    num_blocks = -(-len(token_ids) // BLOCK_SIZE)
+    k_caches, v_caches = (
+        [torch.zeros(shape) for _ in range(config.num_kv_layers)]
+        for shape in kv_layout(config, BLOCK_SIZE).shapes(num_blocks + backend.num_spare_blocks)
+    )
+    runner = Runner(built, k_caches, v_caches, backend, BLOCK_SIZE)
+    sampling = SamplingParams(num_prompt_logprobs=0, max_tokens=1)
+    request = Request("text", 0, list(token_ids), len(token_ids), sampling)
+    request.block_ids = list(range(num_blocks))
+    total = 0.0
+    while request.num_computed_tokens < len(token_ids):
+        count = min(CHUNK, len(token_ids) - request.num_computed_tokens)
+        output = runner.run([ScheduledRequest(request, count)])
+        total += sum(entry.logprob for part in output.prompt_logprobs for entry in part.entries)
+        request.num_computed_tokens += count
+    return math.exp(-total / (len(token_ids) - 1))
+
+
+def bench_perplexity(model: str) -> dict[str, float]:
+    """Of the kernels, and of plain PyTorch on the dequantised weights; printed as a table."""
+    token_ids = load_tokenizer(resolve_model(model)).encode(TEXT.read_text())
+    results: dict[str, float] = {}
+    print(f"\nperplexity on {TEXT.name}, {len(token_ids)} tokens\n")
+    print("| | kernels | dequantised | difference | to none |\n|---|---|---|---|---|")
+    for quantization in QUANTIZATIONS:
+        ours = perplexity(model, quantization, "auto", token_ids)
+        expected = perplexity(model, quantization, "reference", token_ids)
+        results |= {quantization: ours, f"{quantization}, dequantised": expected}
+        print(
+            f"| {quantization} | {ours:.4f} | {expected:.4f} | {ours / expected - 1:+.5%} "
+            f"| {ours / results['none'] - 1:+.3%} |",
+            flush=True,
+        )
+    return results
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that no file backs."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith("RssAnon"))
+    return int(line.split()[1]) << 10
+
+
+def measure_loading(model: str, quantization: Quantization) -> dict[str, float]:
+    """MB that the weights take and that loading them took at most, in this fresh process."""
+    path, ops = resolve_model(model), select_ops("auto")
+    built = build_model(load_model_config(path), ops)
+    before = peak = anonymous_bytes()
+    is_done = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not is_done.wait(0.002):
+            peak = max(peak, anonymous_bytes())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    load_weights(path, built, quantization=quantization)
+    is_done.set()
+    watcher.join()
+    after = anonymous_bytes()
+    return {"resident": (after - before) / 1e6, "peak": (max(peak, after) - before) / 1e6}
+
+
+def bench_memory(model: str) -> dict[str, float]:
+    """A process for each; printed as a table."""
+    print("| | weights MB | peak while loading MB | ratio |\n|---|---|---|---|")
+    results = {}
+    context = multiprocessing.get_context("spawn")
+    for quantization in QUANTIZATIONS:
+        with context.Pool(1) as pool:
+            found = pool.apply(measure_loading, (model, quantization))
+        resident, peak = found["resident"], found["peak"]
+        print(
+            f"| {quantization} | {resident:.0f} | {peak:.0f} | {peak / resident:.2f} |", flush=True
+        )
+        results |= {f"{quantization}, {name}": value for name, value in found.items()}
+    return results
+
+
+def main() -> None:
+    """Measure and print tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--llama-cpp", type=Path)
+    parser.add_argument("--perplexity", action="store_true")
+    parser.add_argument("--memory", action="store_true")
+    parser.add_argument(
+        "-o", "--output", type=Path, default=default_output("bench_quantization.json")
+    )
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    if arguments.perplexity:
+        results = bench_perplexity(arguments.model)
+    elif arguments.memory:
+        results = bench_memory(arguments.model)
+    else:
+        results = bench_decode(
+            arguments.model, arguments.threads, arguments.rounds, arguments.llama_cpp
+        )
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
