@@ -131,6 +131,10 @@ class LMHead(WeightedLayer):
         if self._tied is not None:
             self._tied.share(self._linear)
 
+    def shares(self) -> WeightedLayer | None:
+        """The embedding, if it is tied."""
+        return self._tied
+
     def quantizable(self) -> Collection[str]:
         """The matrix, unless it is the embedding's."""
         return (f"{self._name}.weight",) if self._tied is None else ()

@@ -36,6 +36,10 @@ class WeightedLayer(nn.Module):
         """Names, as those of `weights`, that a checkpoint holds and other ranks load."""
         return iter(())
 
+    def shares(self) -> "WeightedLayer | None":
+        """The layer whose weight this one packs, once that one is filled; None: its own."""
+        return None
+
     def pack(self, quantization: Quantization) -> None:
         """Bring the weights, all of them filled, into the form that the backend computes with.
 

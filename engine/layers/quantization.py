@@ -9,15 +9,23 @@ from kernels.quantized import QuantizedWeight
 
 INT4_GROUP_SIZE = 32
 _INT8_MAX, _INT4_MAX = 127, 15
+_ROWS = 2048
 _SMALLEST_NORMAL_HALF, _LARGEST_HALF = 2.0**-14, 65504.0
 
 
 def quantize_int8(weight: Tensor) -> QuantizedWeight:
     """weight: [out, in]. One scale per output, symmetric, rounded to nearest."""
-    # A row of zeros has any scale; this one is small enough to stand for none.
-    scale = weight.abs().amax(dim=1, keepdim=True).clamp_min(1e-30) / _INT8_MAX
-    values = (weight / scale).round_().clamp_(-_INT8_MAX, _INT8_MAX).char()
-    return QuantizedWeight(values, scale, None, weight.shape[1], 8)
+    num_outputs, num_inputs = weight.shape
+    values = torch.empty(num_outputs, num_inputs, dtype=torch.int8)
+    scale = torch.empty(num_outputs, 1)
+    # Some rows at a time: numbers on their way take no memory worth mentioning.
+    for part, into, scales in zip(
+        *(torch.split(t, _ROWS) for t in (weight, values, scale)), strict=True
+    ):
+        # A row of zeros has any scale; this one is small enough to stand for none.
+        scales.copy_(part.abs().amax(dim=1, keepdim=True).clamp_min(1e-30) / _INT8_MAX)
+        into.copy_((part / scales).round_().clamp_(-_INT8_MAX, _INT8_MAX))
+    return QuantizedWeight(values, scale, None, num_inputs, 8)
 
 
 def quantize_int4(weight: Tensor, group_size: int = INT4_GROUP_SIZE) -> QuantizedWeight:

@@ -1,6 +1,6 @@
 """Models in GGUF files: metadata as a `ModelConfig`, tensors as Hugging Face has them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -135,6 +135,7 @@ def gguf_tensors(file: GGUFFile, config: ModelConfig) -> list[SourceTensor]:
                 name=f"{_hf_name(file, stem)}.{kind}",
                 shape=tensor.shape,
                 read=partial(_read, tensor, reorder),
+                read_part=None if reorder else partial(_read_part, tensor),
                 read_quantized=_reader_quantized(tensor, reorder),
             )
         )
@@ -180,6 +181,15 @@ def _read(tensor: GGUFTensor, reorder: Reorder | None) -> Tensor:
     return torch.from_numpy(values if values.flags.writeable else values.copy())
 
 
+def _read_part(tensor: GGUFTensor, index: Sequence[slice]) -> Tensor:
+    """Only the rows asked for are dequantised."""
+    rows, *others = index
+    data = tensor.data.reshape(tensor.shape[0], -1)[rows].reshape(-1)
+    shape = (rows.stop - rows.start, *tensor.shape[1:])
+    part = GGUFTensor(tensor.name, shape, tensor.quantization, data)
+    return _read(part, None)[(slice(None), *others)]
+
+
 def _reader_quantized(
     tensor: GGUFTensor, reorder: Reorder | None
 ) -> Callable[[], QuantizedWeight] | None:
@@ -202,6 +212,7 @@ def _experts(file: GGUFFile, tensor: GGUFTensor) -> Iterator[SourceTensor]:
             name,
             own.shape,
             partial(_read, own, None),
+            partial(_read_part, own),
             read_quantized=_reader_quantized(own, None),
         )
 

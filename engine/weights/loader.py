@@ -28,6 +28,7 @@ Progress = Callable[[int, int], None]
 # Buffers that older checkpoints carry and nobody reads.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.masked_bias")
 _MAX_NAMED = 5
+_NUMBERS_AT_A_TIME = 1 << 22
 
 
 def load_model_config(path: Path) -> ModelConfig:
@@ -85,13 +86,20 @@ class _Target:
         return tuple(shape)
 
     def fill(self, source: SourceTensor) -> None:
-        """Read this rank's part."""
-        if self.shard is None:
-            self.tensor.copy_(source.read())
-            return
+        """Read this rank's part, some rows at a time where that can be."""
         index = [slice(0, size) for size in source.shape]
-        index[self.shard.dim] = self.shard.span.index
-        self.tensor.copy_(source.part(index))
+        if self.shard is not None:
+            index[self.shard.dim] = self.shard.span.index
+        if source.read_part is None or not index:
+            self.tensor.copy_(source.read() if self.shard is None else source.part(index))
+            return
+        num_rows = len(self.tensor)
+        step = max(1, _NUMBERS_AT_A_TIME * num_rows // max(1, self.tensor.numel()))
+        first = index[0].start
+        for row in range(0, num_rows, step):
+            stop = min(row + step, num_rows)
+            index[0] = slice(first + row, first + stop)
+            self.tensor[row:stop] = source.part(index)
 
     def take(self, source: SourceTensor) -> QuantizedWeight | None:
         """This rank's part, in few bits; None if the checkpoint or the split does not allow it."""
@@ -104,7 +112,7 @@ class _Target:
 
 
 class _LayerJob:
-    """Fills one layer and packs it. A layer without weights of its own shares another's."""
+    """Fills one layer and packs it, then the layers that share its weight."""
 
     def __init__(
         self,
@@ -120,9 +128,17 @@ class _LayerJob:
         self._targets = targets
         self._sources = sources
         self._quantization = quantization
+        self.sharing: list[WeightedLayer] = []
 
     def run(self) -> int:
         """Return how many numbers were loaded."""
+        self._load()
+        # NOTE: at once. Until then the weight exists in its plain form.
+        for layer in self.sharing:
+            layer.pack(self._quantization)
+        return self.size
+
+    def _load(self) -> None:
         quantized = self._read_quantized() if self._quantization == "native" else {}
         rest = [source for source in self._sources if source.name not in quantized]
         self._fill(rest)
@@ -131,10 +147,9 @@ class _LayerJob:
             by_name = {name[prefix_length:]: weight for name, weight in quantized.items()}
             if self._layer.pack_quantized(by_name):
                 self._targets.clear()
-                return self.size
+                return
             self._fill([source for source in self._sources if source.name in quantized])
         self._layer.pack(self._quantization)
-        return self.size
 
     def _fill(self, sources: list[SourceTensor]) -> None:
         for source in sources:
@@ -177,10 +192,17 @@ def _match(
             f"quantization is native, but {path} holds no weights in a form that can be kept: "
             "use none, int8 or int4"
         )
-    return [
-        _LayerJob(prefix, layer, weights, [by_name[name] for name in weights], quantization)
+    jobs = {
+        id(layer): _LayerJob(
+            prefix, layer, weights, [by_name[name] for name in weights], quantization
+        )
         for prefix, layer, weights in layers
-    ]
+        if layer.shares() is None
+    }
+    for _, layer, _ in layers:
+        if (owner := layer.shares()) is not None:
+            jobs[id(owner)].sharing.append(layer)
+    return list(jobs.values())
 
 
 def _is_ignored(name: str, model: DecoderForCausalLM) -> bool:
@@ -231,7 +253,7 @@ def _run(jobs: list[_LayerJob], progress: Progress | None, num_threads: int) -> 
     done = 0
     # Largest first: no thread is left alone with the embedding at the end, and what is large is
     # packed while little else is resident.
-    order = sorted((job for job in jobs if job.size), key=lambda job: -job.size)
+    order = sorted(jobs, key=lambda job: -job.size)
     with ThreadPoolExecutor(num_threads, thread_name_prefix="weights") as pool:
         futures = [pool.submit(job.run) for job in order]
         try:
@@ -242,9 +264,6 @@ def _run(jobs: list[_LayerJob], progress: Progress | None, num_threads: int) -> 
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise
-    for job in jobs:
-        if not job.size:  # it shares a weight that is there now
-            job.run()
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

@@ -13,11 +13,12 @@ from engine.errors import UnsupportedModel
 from engine.layers.quantization import quantize_int4, quantize_int8
 from engine.models import build_model
 from engine.weights import load_model_config, load_weights
-from kernels.ops import Ops
+from kernels.ops import Ops, select_ops
 from tests.engine.test_llama import LENGTHS, assert_close_to_hf, uneven, whole
 from tests.engine.test_moe import tiny_moe
 from tests.engine.test_qwen import tiny_qwen
-from tests.engine.tiny import tiny_hf_llama
+from tests.engine.tiny import PoisonedCache, load, logits_by_steps, tiny_hf_llama
+from tests.oracle import packaged_model_path, story
 
 MODELS: dict[str, Any] = {
     "llama": tiny_hf_llama,
@@ -101,3 +102,21 @@ def test_native_is_refused_where_the_checkpoint_holds_floats(ops: Ops, tmp_path:
     model = build_model(load_model_config(tmp_path), ops)
     with pytest.raises(UnsupportedModel, match="use none, int8 or int4"):
         load_weights(tmp_path, model, quantization="native")
+
+
+def perplexity(ops: Ops, quantization: Quantization, token_ids: list[int]) -> float:
+    model = load(packaged_model_path(), ops, quantization=quantization)
+    cache = PoisonedCache(model, num_blocks=4, block_size=32)
+    (logits,) = logits_by_steps(model, cache, [token_ids], lambda _, left: left)
+    targets = torch.tensor(token_ids[1:])
+    return float(torch.nn.functional.cross_entropy(logits[:-1], targets).exp())
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4", "native"])
+def test_perplexity_is_that_of_the_dequantised_weights(quantization: Quantization) -> None:
+    # The kernels round no input and add in float32: nothing but the order of sums differs.
+    token_ids = story(120, seed=3)
+    expected = perplexity(select_ops("reference"), quantization, token_ids)
+    assert perplexity(select_ops("cpu"), quantization, token_ids) == pytest.approx(
+        expected, rel=1e-3
+    )
