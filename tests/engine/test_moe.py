@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from engine.config import MoEConfig
-from engine.errors import UnsupportedModel, WeightsError
+from engine.errors import WeightsError
 from engine.layers.layer import named_weights, pack_weights
 from engine.layers.moe import MoE
 from engine.models.config import parse_model_config
@@ -170,7 +170,7 @@ def test_experts_are_counted_in_either_spelling() -> None:
     [
         ({"num_experts_per_tok": 9}, WeightsError, "num_experts_per_tok is 9 of 8 experts"),
         ({"decoder_sparse_step": 0}, WeightsError, "decoder_sparse_step is 0"),
-        ({"use_sliding_window": True}, UnsupportedModel, "use_sliding_window is true"),
+        ({"use_sliding_window": True}, WeightsError, "config.json has no sliding_window"),
     ],
 )
 def test_what_makes_no_sense_or_is_not_built_is_refused(
