@@ -294,27 +294,25 @@ class Prefiller:
         return computed_s - started_s, max(arrived_s - computed_s, 0.0)
 
 
-def measure_exposed(path: Path, layout: KVLayout, transport: str, runs: int) -> list[list[float]]:
+def measure_exposed(
+    path: Path, layout: KVLayout, prompts: Sequence[int], runs: int
+) -> Iterator[list[float]]:
     """Rows: prompt tokens, TTFT, exposed by layer, exposed after the end; medians in seconds."""
     memory = KVMemory.allocate(layout, NUM_BLOCKS)
     prefiller = Prefiller(path, memory)
-    rows = []
-    with ends(memory, transport=transport) as pair:
-        prefiller.run(pair, PROMPTS[0], by_layer=True)
-        for num_tokens in PROMPTS:
+    with ends(memory, transport="mooncake") as pair:
+        prefiller.run(pair, prompts[0], by_layer=True)
+        for num_tokens in prompts:
             count = max(1, min(runs, 8192 // num_tokens))
             by_layer = [prefiller.run(pair, num_tokens, by_layer=True) for _ in range(count)]
             after = [prefiller.run(pair, num_tokens, by_layer=False) for _ in range(count)]
-            rows.append(
-                [
-                    float(num_tokens),
-                    statistics.median(ttft for ttft, _ in by_layer),
-                    statistics.median(exposed for _, exposed in by_layer),
-                    statistics.median(exposed for _, exposed in after),
-                ]
-            )
+            yield [
+                float(num_tokens),
+                statistics.median(ttft for ttft, _ in by_layer),
+                statistics.median(exposed for _, exposed in by_layer),
+                statistics.median(exposed for _, exposed in after),
+            ]
     memory.close()
-    return rows
 
 
 def main() -> None:
@@ -323,6 +321,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--prompts", type=int, nargs="+", default=PROMPTS)
     parser.add_argument("--only", choices=["bandwidth", "exposed"])
     parser.add_argument("-o", "--output", type=Path, default=Path("build/bench_transfer.json"))
     arguments = parser.parse_args()
@@ -344,16 +343,19 @@ def main() -> None:
                 f"| {100 * bare / seconds:.0f} % |"
             )
     if arguments.only != "bandwidth":
-        rows = measure_exposed(path, layout, "mooncake", arguments.runs)
-        figures["exposed"] = rows
         print("\n| prompt | TTFT ms | exposed ms, by layer | share | after the end ms | share |")
         print("|---|---|---|---|---|---|")
-        for num_tokens, ttft_s, by_layer_s, after_s in rows:
+        rows = []
+        for row in measure_exposed(path, layout, arguments.prompts, arguments.runs):
+            rows.append(row)
+            num_tokens, ttft_s, by_layer_s, after_s = row
             print(
                 f"| {num_tokens:.0f} | {ttft_s * 1e3:.0f} | {by_layer_s * 1e3:.1f} "
                 f"| {100 * by_layer_s / (ttft_s + by_layer_s):.1f} % | {after_s * 1e3:.1f} "
-                f"| {100 * after_s / (ttft_s + after_s):.1f} % |"
+                f"| {100 * after_s / (ttft_s + after_s):.1f} % |",
+                flush=True,
             )
+        figures["exposed"] = rows
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(json.dumps(figures, indent=2) + "\n")
 
