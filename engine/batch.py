@@ -123,6 +123,7 @@ class BatchBuilder:
         self._k_caches = k_caches
         self._v_caches = v_caches
         self._block_size = block_size
+        self._device = next((cache.device for cache in k_caches), torch.device("cpu"))
         self._tokens, self._positions, self._slots = (GrowableArray(2048) for _ in range(3))
         self._starts, self._contexts, self._samples = (GrowableArray(65) for _ in range(3))
         self._table = GrowableArray(4096)
@@ -161,8 +162,8 @@ class BatchBuilder:
         kv = KVBatch(
             k_caches=self._k_caches,
             v_caches=self._v_caches,
-            slot_mapping=torch.from_numpy(slots),
-            block_table=torch.from_numpy(table),
+            slot_mapping=self._placed(slots),
+            block_table=self._placed(table),
             cu_seqlens_q=torch.from_numpy(starts),
             context_lens=torch.from_numpy(contexts),
             max_seqlen_q=int(seqlens.max()),
@@ -170,10 +171,10 @@ class BatchBuilder:
             num_decode_tokens=int(starts[num_decodes]),
         )
         return Batch(
-            input_ids=torch.from_numpy(self._token_ids(spans, starts)),
-            positions=torch.from_numpy(positions),
+            input_ids=self._placed(self._token_ids(spans, starts)),
+            positions=self._placed(positions),
             kv=kv,
-            sample_rows=torch.from_numpy(sample_rows),
+            sample_rows=self._placed(sample_rows),
             has_adapters=any(span.request.adapter for span in spans),
         )
 
@@ -186,8 +187,8 @@ class BatchBuilder:
         kv = KVBatch(
             k_caches=self._k_caches,
             v_caches=self._v_caches,
-            slot_mapping=torch.from_numpy(-one),
-            block_table=torch.from_numpy(zero[None]),
+            slot_mapping=self._placed(-one),
+            block_table=self._placed(zero[None]),
             cu_seqlens_q=torch.from_numpy(np.arange(2, dtype=np.int32)),
             context_lens=torch.from_numpy(one),
             max_seqlen_q=1,
@@ -195,11 +196,15 @@ class BatchBuilder:
             num_decode_tokens=1,
         )
         return Batch(
-            input_ids=torch.from_numpy(zero),
-            positions=torch.from_numpy(zero),
+            input_ids=self._placed(zero),
+            positions=self._placed(zero),
             kv=kv,
-            sample_rows=torch.from_numpy(zero[:0]),
+            sample_rows=self._placed(zero[:0]),
         )
+
+    def _placed(self, array: Int32s) -> Tensor:
+        """Where the caches are; lengths stay on the host, since devices read them there."""
+        return torch.from_numpy(array).to(self._device)
 
     def _token_ids(self, spans: Sequence[Span], starts: Int32s) -> Int32s:
         token_ids = self._tokens.take(int(starts[-1]))

@@ -5,8 +5,13 @@ from engine.parallel import Parallel, split_kv_heads
 from kvtransfer.layout import KVLayout
 
 
-def kv_layout(config: ModelConfig, block_size: int, parallel: Parallel | None = None) -> KVLayout:
-    """Of one rank, in float32; latent attention has one latent per token, on every rank.
+def kv_layout(
+    config: ModelConfig,
+    block_size: int,
+    parallel: Parallel | None = None,
+    dtype: str = "float32",
+) -> KVLayout:
+    """Of one rank; latent attention has one latent per token, on every rank.
 
     Raises: ValueError: the KV heads cannot be split over the ranks.
     """
@@ -16,7 +21,7 @@ def kv_layout(config: ModelConfig, block_size: int, parallel: Parallel | None = 
         config.num_kv_heads if mla else len(split_kv_heads(config.num_kv_heads, parallel.tp))
     )
     return KVLayout(
-        dtype="float32",
+        dtype=dtype,
         num_layers=config.num_kv_layers,
         num_kv_heads=num_heads,
         head_dim=config.head_dim,

@@ -35,7 +35,7 @@ class RunnerOutput:
     """What one step computed."""
 
     logits: Tensor
-    """[R, V] float32: 1 + num_drafts rows for each scheduled request that samples, in order."""
+    """[R, V] float32 on the host: 1 + num_drafts rows per request that samples, in order."""
     hidden: Tensor
     """[T, hidden_size]: what the logits are made of, of every token; valid until the next step."""
     prompt_logprobs: list[PromptLogprobs]
@@ -142,11 +142,11 @@ class Runner:
         else:
             hidden = self._forward(batch, on_layer)
         if len(batch.sample_rows) == len(hidden):
-            logits = self._model.logits(hidden).float()
+            logits = self._model.logits(hidden).float().cpu()
         elif len(batch.sample_rows):
-            logits = self._model.logits(hidden.index_select(0, batch.sample_rows)).float()
+            logits = self._model.logits(hidden.index_select(0, batch.sample_rows)).float().cpu()
         else:
-            logits = hidden.new_empty(0, self._model.config.vocab_size)
+            logits = torch.empty(0, self._model.config.vocab_size)
         return RunnerOutput(logits, hidden, self._prompt_logprobs(scheduled, hidden))
 
     def _prompt_logprobs(
@@ -172,6 +172,6 @@ class Runner:
         entries: list[TokenLogprobs] = []
         for start in range(0, len(token_ids), _LOGPROB_ROWS):
             stop = start + _LOGPROB_ROWS
-            logits = self._model.logits(hidden[start:stop]).float()
+            logits = self._model.logits(hidden[start:stop]).float().cpu()
             entries += top_logprobs(logits, token_ids[start:stop], k)
         return entries

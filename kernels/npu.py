@@ -63,10 +63,16 @@ class NpuOps:
         """
         self.device = device
         self.dtype = dtype
+        self.cache_dtype = str(dtype).removeprefix("torch.")
         self.is_multi_stream = is_multi_stream
         self._quantizes_activations = quantizes_activations
         self._mask = attention.causal_mask(device)
         self._launch: Launch = attention.launch
+
+    def bind_thread(self) -> None:
+        """See `Ops.bind_thread`: a thread's calls go to the device that it set, or to the first."""
+        if self.device.type == "npu":
+            torch_npu.npu.set_device(self.device)
 
     @contextmanager
     def attention_through(self, launch: Launch) -> Iterator[None]:

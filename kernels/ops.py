@@ -9,6 +9,7 @@ import logging
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from kernels.cpu.build import BuildError
@@ -65,6 +66,16 @@ class Ops(Protocol):
 
     num_spare_blocks: int
     """Blocks of a cache past those that sequences get: what has no slot is written there."""
+
+    device: torch.device
+    """Where caches live."""
+
+    cache_dtype: str
+    """Of caches; a key of kvtransfer.layout.DTYPE_BYTES."""
+
+    def bind_thread(self) -> None:
+        """Let the calling thread work with the device's memory; every thread says so for itself."""
+        ...
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """Pack weight [out, in] (and bias [out]) once; the result is called in every step."""

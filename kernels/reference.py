@@ -84,6 +84,11 @@ class ReferenceOps:
 
     name = "reference"
     num_spare_blocks = 0
+    device = torch.device("cpu")
+    cache_dtype = "float32"
+
+    def bind_thread(self) -> None:
+        """Nothing: memory of the host is every thread's."""
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> ReferenceLinear:
         """Keep the weight as it is."""

@@ -3,7 +3,7 @@ it at once.
 
     | layer 0: part 0 | layer 0: part 1 | layer 1: part 0 | ... | last page: a random nonce |
 
-Each part starts at a page. The memory is an anonymous file (memfd): a process on the same host can
+Each part starts at a page. On the host the memory is an anonymous file (memfd): a process there can
 map it, nothing has to be unlinked, and it is gone with the last process that maps it, however that
 ends. Pages are zero and take no memory until touched.
 """
@@ -12,6 +12,7 @@ import ctypes
 import mmap
 import os
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +23,8 @@ from kvtransfer.layout import KVLayout
 from protos import worker_pb2
 
 NONCE_BYTES = 32
+DEVICE_ALIGNMENT = 2 << 20
+"""Of an Ascend device's pages; memory is registered by whole ones."""
 TORCH_DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -68,28 +71,74 @@ class RegisteredRegion:
 class KVMemory:
     """Owner of the cache of one rank; lives as long as the engine that computes into it."""
 
-    def __init__(self, layout: KVLayout, num_blocks: int, mapping: mmap.mmap, fd: int | None):
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        storage: Tensor,
+        base_address: int,
+        *,
+        mapping: mmap.mmap | None,
+        fd: int | None,
+        alignment: int = mmap.PAGESIZE,
+        bind_thread: Callable[[], None] = lambda: None,
+    ) -> None:
+        """storage: [num_bytes] uint8, starting at base_address; see allocate and on_device."""
         self.layout = layout
         self.num_blocks = num_blocks
         self.fd = fd
-        """The memfd, or None where memory is anonymous and no other process can map it."""
-        self.num_bytes = len(mapping)
+        """The memfd, or None where no other process can map the memory."""
+        self.num_bytes = len(storage)
+        self.base_address = base_address
+        self.bind_thread = bind_thread
+        """Every thread that hands addresses to a transport calls it first."""
         self.nonce = secrets.token_bytes(NONCE_BYTES)
-        mapping[-NONCE_BYTES:] = self.nonce
         self._mapping = mapping
-        anchor = ctypes.c_char.from_buffer(mapping)
-        self.base_address = ctypes.addressof(anchor)
-        del anchor
-        self.view = memoryview(mapping).cast("B")
-        """All bytes; offset 0 is base_address."""
+        self._view: memoryview | None = None
+        if mapping is not None:
+            mapping[-NONCE_BYTES:] = self.nonce
+            self._view = memoryview(mapping).cast("B")
         self.caches: list[list[Tensor]] = [[] for _ in layout.parts]
         """Tensors [part][layer], each [num_blocks, num_heads, block_size, width]."""
         self.k_caches = self.caches[0]
         """Per layer [num_blocks, num_kv_heads, block_size, head_dim]; with MLA the latent."""
         self.v_caches = self.caches[1]
         """As k_caches; with MLA the rope part."""
-        self.regions = self._carve()
+        self.regions = self._carve(storage, alignment)
         """By layer, then part: region len(parts) * layer_idx + part index."""
+
+    @property
+    def view(self) -> memoryview:
+        """All bytes; offset 0 is base_address. Memory of the host alone has it."""
+        assert self._view is not None, "the host cannot read memory of a device"
+        return self._view
+
+    @classmethod
+    def on_device(
+        cls,
+        layout: KVLayout,
+        num_blocks: int,
+        device: torch.device,
+        bind_thread: Callable[[], None],
+    ) -> "KVMemory":
+        """Take memory of a device, every part aligned for registration with an Ascend transport.
+
+        Raises: ValueError: num_blocks is below 1. RuntimeError: the device has no memory left.
+        """
+        num_bytes = _total(layout, num_blocks, DEVICE_ALIGNMENT) + DEVICE_ALIGNMENT
+        taken = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        skipped = -taken.data_ptr() % DEVICE_ALIGNMENT
+        storage = taken[skipped : skipped + num_bytes - DEVICE_ALIGNMENT]
+        return cls(
+            layout,
+            num_blocks,
+            storage,
+            storage.data_ptr(),
+            mapping=None,
+            fd=None,
+            alignment=DEVICE_ALIGNMENT,
+            bind_thread=bind_thread,
+        )
 
     @classmethod
     def allocate(cls, layout: KVLayout, num_blocks: int) -> "KVMemory":
@@ -98,22 +147,29 @@ class KVMemory:
         Raises: ValueError: num_blocks is below 1. OSError: the system has no address space or
         descriptor left.
         """
-        if num_blocks < 1:
-            raise ValueError(f"num_blocks is {num_blocks}, must be at least 1")
-        num_bytes = _padded(NONCE_BYTES) + layout.num_layers * sum(
-            _padded(num_blocks * layout.part_block_bytes(part)) for part in layout.parts
-        )
+        num_bytes = _total(layout, num_blocks, mmap.PAGESIZE) + _padded(NONCE_BYTES, mmap.PAGESIZE)
         try:
             fd = os.memfd_create("pdserve-kv", os.MFD_CLOEXEC)
         except (AttributeError, OSError):
-            return cls(layout, num_blocks, mmap.mmap(-1, num_bytes), None)
+            return cls._on_host(layout, num_blocks, mmap.mmap(-1, num_bytes), None)
         try:
             os.ftruncate(fd, num_bytes)
             mapping = mmap.mmap(fd, num_bytes)
         except OSError:
             os.close(fd)
             raise
-        return cls(layout, num_blocks, mapping, fd)
+        return cls._on_host(layout, num_blocks, mapping, fd)
+
+    @classmethod
+    def _on_host(
+        cls, layout: KVLayout, num_blocks: int, mapping: mmap.mmap, fd: int | None
+    ) -> "KVMemory":
+        anchor = ctypes.c_char.from_buffer(mapping)
+        base_address = ctypes.addressof(anchor)
+        del anchor
+        # NOTE: not torch.frombuffer: it does not keep the mapping from being closed under a tensor.
+        storage = torch.from_numpy(np.frombuffer(mapping, dtype=np.uint8))
+        return cls(layout, num_blocks, storage, base_address, mapping=mapping, fd=fd)
 
     def close(self) -> None:
         """Give the memory back once the last tensor that views it is gone. Idempotent."""
@@ -122,6 +178,8 @@ class KVMemory:
             self.fd = None
         for caches in self.caches:
             caches.clear()
+        if self._mapping is None:
+            return
         try:
             self.view.release()
             self._mapping.close()
@@ -129,10 +187,8 @@ class KVMemory:
             # NOTE: a caller still holds a tensor; unmapping under it would crash the process.
             pass
 
-    def _carve(self) -> tuple[RegisteredRegion, ...]:
+    def _carve(self, storage: Tensor, alignment: int) -> tuple[RegisteredRegion, ...]:
         layout = self.layout
-        # NOTE: not torch.frombuffer: it does not keep the mapping from being closed under a tensor.
-        storage = torch.from_numpy(np.frombuffer(self._mapping, dtype=np.uint8))
         regions = []
         offset = 0
         for layer_idx in range(layout.num_layers):
@@ -152,9 +208,17 @@ class KVMemory:
                         block_bytes=block_bytes,
                     )
                 )
-                offset += _padded(num_bytes)
+                offset += _padded(num_bytes, alignment)
         return tuple(regions)
 
 
-def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+def _total(layout: KVLayout, num_blocks: int, alignment: int) -> int:
+    if num_blocks < 1:
+        raise ValueError(f"num_blocks is {num_blocks}, must be at least 1")
+    return layout.num_layers * sum(
+        _padded(num_blocks * layout.part_block_bytes(part), alignment) for part in layout.parts
+    )
+
+
+def _padded(num_bytes: int, alignment: int) -> int:
+    return -(-num_bytes // alignment) * alignment

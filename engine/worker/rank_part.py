@@ -17,6 +17,7 @@ from engine.worker.leading_model import LeadingModel
 from engine.worker.process import Report, Start
 from engine.worker.ranks import Ranks
 from kernels.ops import Ops, select_ops
+from kvtransfer.layout import KVLayout
 from kvtransfer.registration import KVMemory
 from protos import worker_pb2
 
@@ -41,8 +42,12 @@ def build_part(config: WorkerConfig, parallel: Parallel, report: Report) -> Rank
     model_config = load_model_config(Path(config.model_path))
     if config.speculation == "mtp":
         model_config = _with_mtp(model_config)
+    report("building kernels", 0.0)
+    ops = select_ops(config.ops_backend)
+    ops.bind_thread()
     layout = replace(
-        kv_layout(model_config, config.block_size, parallel), weights=config.quantization
+        kv_layout(model_config, config.block_size, parallel, ops.cache_dtype),
+        weights=config.quantization,
     )
     num_blocks = config.num_blocks or config.kv_cache_bytes // layout.block_bytes_all_layers
     if num_blocks < 1:
@@ -50,11 +55,20 @@ def build_part(config: WorkerConfig, parallel: Parallel, report: Report) -> Rank
             f"kv_cache_bytes is {config.kv_cache_bytes}, one block takes "
             f"{layout.block_bytes_all_layers} bytes"
         )
-    report("building kernels", 0.0)
-    ops = select_ops(config.ops_backend)
     model = _load_model(config, model_config, ops, parallel, report)
-    memory = KVMemory.allocate(layout, num_blocks + ops.num_spare_blocks)
+    memory = _allocate(config, layout, num_blocks + ops.num_spare_blocks, ops)
     return RankPart(model_config, ops, model, memory, num_blocks)
+
+
+def _allocate(config: WorkerConfig, layout: KVLayout, num_blocks: int, ops: Ops) -> KVMemory:
+    if ops.device.type == "cpu":
+        return KVMemory.allocate(layout, num_blocks)
+    if config.transfer.checksum != "off":
+        raise ValueError(
+            f"transfer.checksum is {config.transfer.checksum}, and the host cannot read memory of "
+            f"{ops.device}: set it to off"
+        )
+    return KVMemory.on_device(layout, num_blocks, ops.device, ops.bind_thread)
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,6 +89,11 @@ class CpuOps:
 
     name = "cpu"
     num_spare_blocks = 0
+    device = torch.device("cpu")
+    cache_dtype = "float32"
+
+    def bind_thread(self) -> None:
+        """Nothing: memory of the host is every thread's."""
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> CpuLinear:
         """Pack; the caller drops its own copy."""

@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 # NOTE: the engine reads its log level from the environment when it is loaded and has no call for
 # it; without this every start prints a dozen lines. A level that the user exported is kept.
@@ -52,8 +52,10 @@ class MooncakeConnection:
         address: str,
         max_in_flight_segments: int,
         max_in_flight_bytes: int,
+        bind_thread: Callable[[], None],
     ):
         self.num_bytes = 0
+        self._bind_thread = bind_thread
         self._engine = engine
         self._address = address
         self._max_segments = max_in_flight_segments
@@ -63,6 +65,8 @@ class MooncakeConnection:
 
     def write(self, segments: Sequence[Segment], deadline_s: float) -> None:
         """See Connection.write."""
+        # NOTE: an Ascend device is chosen thread by thread, and whoever calls has one of its own.
+        self._bind_thread()
         if self.num_unsettled():
             raise TransferError(f"{self._address} still has segments of a failed write in flight")
         in_flight: deque[tuple[int, int]] = deque()
@@ -200,7 +204,14 @@ class MooncakeTransport:
         probe.join(max(deadline_s - time.monotonic(), 0.0))
         if codes != [0]:
             raise TransportUnavailable(f"Mooncake cannot reach {endpoint.address} ({codes})")
-        return MooncakeConnection(engine, endpoint.address, self._max_segments, self._max_bytes)
+        assert self._memory is not None, "register comes first"
+        return MooncakeConnection(
+            engine,
+            endpoint.address,
+            self._max_segments,
+            self._max_bytes,
+            self._memory.bind_thread,
+        )
 
     def close(self) -> None:
         """See Transport. May take a second: the engine joins its threads."""

@@ -1,5 +1,8 @@
 import gc
 import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 
@@ -7,8 +10,11 @@ import pytest
 import torch
 
 from kvtransfer.checksum import runs_checksum, sum_checksums
+from kvtransfer.config import KVTransferConfig
 from kvtransfer.layout import KVLayout
-from kvtransfer.registration import KVMemory, RegisteredRegion
+from kvtransfer.registration import DEVICE_ALIGNMENT, KVMemory, RegisteredRegion
+from kvtransfer.transports.base import Segment
+from kvtransfer.transports.loading import load_transports
 from tests.kvtransfer.harness import LAYOUT
 
 
@@ -144,4 +150,40 @@ def test_scales_are_parts_beside_the_values() -> None:
     assert memory.caches[3][2].shape == (5, 2, 8, 1)
     assert memory.caches[3][2].dtype == torch.float32
     assert memory.layout.block_bytes_all_layers == 3 * 2 * (2 * 8 * 16 + 2 * 8 * 4)
+    memory.close()
+
+
+def test_memory_of_a_device_is_aligned_for_its_transport() -> None:
+    # The host's own device: what is checked is arithmetic on addresses.
+    memory = KVMemory.on_device(LAYOUT, 5, torch.device("cpu"), lambda: None)
+    assert memory.fd is None
+    for region, caches in zip(memory.regions[::2], memory.k_caches, strict=True):
+        assert region.base_address == caches.data_ptr()
+    for region in memory.regions:
+        assert region.base_address % DEVICE_ALIGNMENT == 0
+        assert memory.base_address <= region.base_address
+        assert region.base_address + region.num_bytes <= memory.base_address + memory.num_bytes
+    assert memory.num_bytes % DEVICE_ALIGNMENT == 0
+    assert not memory.k_caches[2].any()
+    memory.close()
+    assert memory.k_caches == []
+
+
+def test_a_thread_that_writes_takes_the_device_of_the_memory_first() -> None:
+    memory = KVMemory.allocate(LAYOUT, 5)
+    threads: list[int] = []
+    memory.bind_thread = lambda: threads.append(threading.get_ident())
+    transports = load_transports(KVTransferConfig(transport="mooncake"), memory)
+    transport = transports.named("mooncake")
+    connection = transport.connect(transport.endpoint(), time.monotonic() + 10)
+    memory.k_caches[0][0] = 3.0
+    source, target = memory.regions[0].base_address, memory.regions[2].base_address
+    segment = Segment(source, target, memory.regions[0].block_bytes)
+    with ThreadPoolExecutor(1) as pool:
+        writer = pool.submit(threading.get_ident).result()
+        pool.submit(connection.write, [segment], time.monotonic() + 10).result()
+    assert threads == [writer]
+    assert torch.equal(memory.k_caches[1][0], memory.k_caches[0][0])
+    connection.close()
+    transports.close()
     memory.close()
