@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
+from kernels.ascend.hccl import DEFAULT_BUFFER_MIB
+
 _DRIVER = "usr/local/Ascend/driver/version.info"
 _TOOLKITS = ("usr/local/Ascend/ascend-toolkit/latest", "usr/local/Ascend/latest")
 _HCCN = "etc/hccn.conf"
@@ -206,7 +208,7 @@ def _hccl(machine: Machine) -> list[Finding]:
     environment, findings = machine.environment, []
     text = environment.get("HCCL_BUFFSIZE")
     if text is None:
-        note = "not set: pdserve derives it from the model and the batch"
+        note = f"not set: HCCL takes {DEFAULT_BUFFER_MIB} MiB"
         findings.append(Finding("HCCL_BUFFSIZE", Verdict.OK, note))
     elif not text.isdecimal() or int(text) < _MIN_BUFFER_MIB:
         wrong = f"{text} is not allowed: a number of MiB from {_MIN_BUFFER_MIB} on"
