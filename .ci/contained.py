@@ -12,6 +12,7 @@ from pathlib import Path
 
 PR_SET_CHILD_SUBREAPER = 36
 KILL_AFTER_S = 10.0
+POLL_S = 0.05
 
 
 def descendants(root: int) -> Iterator[int]:
@@ -44,6 +45,21 @@ def end_all(number: signal.Signals) -> int:
     return len(pids)
 
 
+def wait(pid: int, timeout_s: float) -> int:
+    """The status of child `pid`; meanwhile orphans that end are reaped, as init would do it.
+
+    Raises: TimeoutError: it is not over by then.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        ended, status = os.waitpid(-1, os.WNOHANG)
+        if ended == pid:
+            return os.waitstatus_to_exitcode(status)
+        if ended == 0:
+            time.sleep(POLL_S)
+    raise TimeoutError
+
+
 def main() -> int:
     """Run the command; its status, 124 when the time was over, 130 when told to stop."""
     parser = argparse.ArgumentParser()
@@ -55,8 +71,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     process = subprocess.Popen(arguments.command)
     try:
-        status = process.wait(arguments.timeout)
-    except subprocess.TimeoutExpired:
+        status = wait(process.pid, arguments.timeout)
+    except TimeoutError:
         print(f"not over after {arguments.timeout:.0f} s", file=sys.stderr)
         status = 124
     except KeyboardInterrupt:
