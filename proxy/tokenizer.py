@@ -11,6 +11,7 @@ import tokenizers
 from jinja2 import TemplateError
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
+from protos.byte_level import byte_level_table
 from protos.gguf_header import Value, read_header
 from proxy.chat_template import ChatTemplate
 from proxy.errors import Unsupported
@@ -309,7 +310,7 @@ def _token_bytes(
     backend: tokenizers.Tokenizer, added: Mapping[int, str], *, is_byte_level: bool
 ) -> list[bytes]:
     vocab = backend.get_vocab(with_added_tokens=True)
-    table = {ord(char): byte for char, byte in _byte_level_alphabet().items()}
+    table = byte_level_table()
     result = [b""] * (max(vocab.values(), default=-1) + 1)
     for token, i in vocab.items():
         if i in added:
@@ -324,19 +325,6 @@ def _token_bytes(
         else:
             result[i] = token.replace("▁", " ").encode()
     return result
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """The printable character that stands for each byte in a byte-level vocabulary.
-
-    Source: GPT-2: printable Latin-1 characters stand for themselves, the others, in order, for
-    the code points from 256 on.
-    """
-    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in own]
-    alphabet = {chr(byte): byte for byte in own}
-    alphabet.update({chr(256 + rank): byte for rank, byte in enumerate(others)})
-    return alphabet
 
 
 def _strings(metadata: Mapping[str, Value], key: str) -> list[str]:

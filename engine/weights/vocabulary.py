@@ -9,6 +9,7 @@ from typing import Any
 
 from engine.errors import WeightsError
 from engine.weights.gguf_file import read_gguf
+from protos.byte_level import byte_level_table
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # Token types of GGUF.
@@ -73,7 +74,7 @@ def _to_bytes(
     pieces: Iterable[tuple[int, str]], size: int, literal: frozenset[int], is_byte_level: bool
 ) -> list[bytes]:
     """Undo the spelling of a vocabulary; `literal` tokens are spelled as they are."""
-    table = _byte_level_table()
+    table = byte_level_table()
     result = [b""] * size
     for i, piece in pieces:
         if i in literal:
@@ -85,13 +86,3 @@ def _to_bytes(
         else:
             result[i] = piece.replace("▁", " ").encode(errors="surrogateescape")
     return result
-
-
-def _byte_level_table() -> dict[int, int]:
-    """Code point to byte: printable Latin-1 stands for itself, the rest, in order, from 256 on.
-
-    Source: GPT-2's byte-level vocabulary.
-    """
-    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in own]
-    return {byte: byte for byte in own} | {256 + rank: byte for rank, byte in enumerate(others)}
