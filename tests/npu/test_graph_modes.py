@@ -6,12 +6,13 @@ what was recorded, with the lengths that each task was last given.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._functorch import config as functorch
 
 import tests.npu.ge  # noqa: F401  (stops TorchAir before the Graph Engine)
 from decoder.graph import GraphRunner, select_backend
@@ -44,6 +45,12 @@ def _attention_in_graphs_runs_on_the_cpu() -> Any:
     library.impl("npu_fused_infer_attention_score", air_attention, allow_override=True)
     yield
     library._destroy()
+
+
+@pytest.fixture(autouse=True)
+def _torch_is_as_strict_as_it_is_in_ci() -> Iterator[None]:
+    with functorch.patch(error_on_custom_op_aliasing=True):
+        yield
 
 
 class RunEagerly(TorchairSettings):
