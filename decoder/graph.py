@@ -69,8 +69,13 @@ class GraphBackend(Protocol):
         ...
 
 
-def select_backend(mode: str, ops: Ops, model: CausalLM) -> GraphBackend | None:
+def select_backend(
+    mode: str, ops: Ops, model: CausalLM, *, multiple_of: int = 1
+) -> GraphBackend | None:
     """The backend for a graph_mode; None for eager. `auto` takes what suits the ops.
+
+    multiple_of: what batch sizes of graphs are multiples of, so that rows can be scattered over so
+    many ranks without a remainder.
 
     Raises: ValueError: the mode is unknown, or not for these ops.
     """
@@ -87,10 +92,11 @@ def select_backend(mode: str, ops: Ops, model: CausalLM) -> GraphBackend | None:
         return NativeBackend()
     # NOTE: imported here because torch_npu exists on Ascend hosts alone.
     module = importlib.import_module("decoder.graph_npu")
-    backend: GraphBackend = (
-        module.TorchairBackend(model) if mode == "torchair" else module.AclGraphBackend(ops)
-    )
-    return backend
+    if mode == "torchair":
+        compiled: GraphBackend = module.TorchairBackend(model, multiple_of=multiple_of)
+        return compiled
+    captured: GraphBackend = module.AclGraphBackend(ops, multiple_of=multiple_of)
+    return captured
 
 
 class GraphRunner:
@@ -155,11 +161,12 @@ class GraphRunner:
         return "" if len(batch.input_ids) <= self._sizes[-1] else "batch is too large"
 
 
-def graph_forward(mode: str, report: Report) -> MakeForward:
-    """A GraphRunner with everything captured, for `build_engine`."""
+def graph_forward(mode: str, report: Report, *, multiple_of: int = 1) -> MakeForward:
+    """A GraphRunner with everything captured, for `build_engine`. See `select_backend`."""
 
     def make(model: CausalLM, ops: Ops, memory: ForwardMemory) -> GraphRunner:
-        graphs = GraphRunner(model, memory, select_backend(mode, ops, model))
+        backend = select_backend(mode, ops, model, multiple_of=multiple_of)
+        graphs = GraphRunner(model, memory, backend)
         graphs.capture(report)
         return graphs
 
@@ -173,13 +180,15 @@ class _StaticBatch:
         device = memory.k_caches[0].device
         lengths = torch.device("cpu") if has_host_lengths else device
 
-        def zeros(*shape: int, device: torch.device = device) -> Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=device)
+        def filled(value: int, *shape: int, device: torch.device = device) -> Tensor:
+            return torch.full(shape, value, dtype=torch.int32, device=device)
 
         self._caches = (memory.k_caches, memory.v_caches)
-        self._input_ids, self._positions, self._slots = (zeros(max_num_seqs) for _ in range(3))
-        self._contexts = zeros(max_num_seqs, device=lengths)
-        self._table = zeros(max_num_seqs, memory.max_blocks)
+        self._input_ids, self._positions = (filled(0, max_num_seqs) for _ in range(2))
+        # A capture runs the model: its rows are padding, which sees one key and writes nothing.
+        self._slots = filled(-1, max_num_seqs)
+        self._contexts = filled(1, max_num_seqs, device=lengths)
+        self._table = filled(0, max_num_seqs, memory.max_blocks)
         self._starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=lengths)
 
     def of(self, size: int) -> Batch:

@@ -31,9 +31,10 @@ from engine.scheduler import SchedulerConfig
 from kernels.npu import NpuOps
 from tests.npu.expert_parallel import expert_parallel_model
 from tests.npu.fake_npu import FakeNpu
-from tests.npu.families import BLOCK_SIZE, CONFIGS, family, make_request
+from tests.npu.families import BLOCK_SIZE, CONFIGS, caches, family, make_request
 from tests.npu.simulator import air_attention
 from tests.npu.test_tokens import npu_ops, prompts
+from tests.npu.wheel import torch_npu
 
 LENGTHS = (5, 126, 1)
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
@@ -179,6 +180,41 @@ def test_auto_compiles_on_the_npu() -> None:
     assert isinstance(select_backend("auto", ops, model), TorchairBackend)
     with pytest.raises(ValueError, match="graph_mode native needs the cpu kernels"):
         select_backend("native", ops, model)
+
+
+@pytest.mark.parametrize("mode", ["torchair", "aclgraph"])
+def test_every_rank_has_the_same_sizes_and_rows_divide_over_the_ranks(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_npu.npu, "Stream", FakeNpu().Stream)
+    ops = npu_ops()
+    planned = []
+    for _ in range(2):  # what a rank plans with: the configuration, not its part of the model
+        backend = select_backend(mode, ops, family("qwen3", ops), multiple_of=4)
+        assert backend is not None
+        planned.append(backend.batch_sizes(50))
+    assert planned[0] == planned[1]
+    assert planned[0][-1] == 52
+    assert all(size % 4 == 0 for size in planned[0])
+
+
+@pytest.mark.parametrize("mode", ["torchair", "aclgraph"])
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_v3"])
+def test_capturing_writes_to_no_block_that_a_sequence_may_have(
+    name: str, mode: str, tmp_path: Path
+) -> None:
+    ops = npu_ops()
+    model = family(name, ops)
+    made = caches(model, num_blocks=3)
+    backend: Any = FewAclSizes(ops, npu=FakeNpu())
+    if mode == "torchair":
+        backend = FewTorchairSizes(model, cache_folder=tmp_path, settings=RunEagerly())
+    runner = GraphRunner(model, ForwardMemory(made.k, made.v, 4, 2), backend)
+    runner.capture(lambda phase, progress: None)
+    assert backend.num_compiles == 2
+    for cache in made.k + made.v:
+        assert cache[:3].isnan().all()
+    assert made.k[0][3].isfinite().any()  # the spare one
 
 
 @pytest.mark.parametrize(
