@@ -32,8 +32,9 @@ from decoder.graph_sizes import plan_sizes
 from engine.batch import Batch, KVBatch
 from engine.layers.experts import Experts
 from engine.models import CausalLM
-from kernels.ascend.attention import AttentionCall
+from kernels.ascend.attention import AttentionCall, launch
 from kernels.ascend.mla import token_major
+from kernels.graph import CaptureError
 from kernels.npu import NpuOps
 
 _CACHE = Path.home() / ".cache" / "pdserve" / "torchair"
@@ -220,7 +221,7 @@ class _Recorder:
         arguments = (call.query, call.key, call.value)
         lengths = call.host_lengths()
         if self.workspace is None:
-            self.workspace = torch.ops.npu._npu_fused_infer_attention_score_get_max_workspace(
+            self.workspace = torch.ops.npu._npu_fused_infer_attention_score_v2_get_max_workspace(
                 *arguments, **lengths, **call.options
             )
         width = (*call.query.shape[:-1], call.value.shape[-1])
@@ -249,9 +250,16 @@ class _Recorder:
                 task.event.record(stream)
 
 
+def _launch_replayable(call: AttentionCall) -> Tensor:
+    """Launch it. Raises: CaptureError: it depends on lengths by more than being given them."""
+    if "atten_mask" in call.options:
+        raise CaptureError("a window's mask follows the lengths, which a captured graph would keep")
+    return launch(call)
+
+
 def _launch_into(task: _Task) -> None:
     call = task.call
-    torch.ops.npu.npu_fused_infer_attention_score.out(
+    torch.ops.npu.npu_fused_infer_attention_score_v2.out(
         call.query,
         call.key,
         call.value,
@@ -285,7 +293,8 @@ class AclGraphBackend:
         """See `GraphBackend.capture`."""
         npu = self._npu
         # Once eagerly: what allocates or compiles on its first run must not do so in a capture.
-        forward(batch.input_ids, batch.positions, batch.kv)
+        with self._ops.attention_through(_launch_replayable):
+            forward(batch.input_ids, batch.positions, batch.kv)
         npu.synchronize()
         graph = npu.NPUGraph()
         recorder = _Recorder(npu, self._stream)

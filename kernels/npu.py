@@ -32,7 +32,7 @@ from kernels.quantized import QuantizedWeight
 
 # NOTE: TorchAir defines these operators when it is first asked for them; within a trace that is too
 # late.
-for _name in ("ops._npu_fused_infer_attention_score", "scope._wait_tensor"):
+for _name in ("ops._npu_fused_infer_attention_score_v2", "scope._wait_tensor"):
     importlib.import_module(f"torchair.{_name}")
 
 _MAX_ROTARY_HEADS = 999
@@ -242,9 +242,7 @@ class NpuOps:
         max_seqlen_q: int,
         window: int = 0,
     ) -> Tensor:
-        """See `Ops.paged_attention`. Raises: ValueError: a window, or what the operator refuses."""
-        if window:
-            raise ValueError(f"attention: the window is {window}, the NPU backend has none (0)")
+        """See `Ops.paged_attention`. Raises: ValueError: what the operator refuses."""
         call = attention.grouped_query(
             q,
             k_cache,
@@ -255,6 +253,7 @@ class NpuOps:
             scale,
             max_seqlen_q,
             self._mask,
+            window,
         )
         return self._run(call, q.shape)
 

@@ -1,10 +1,13 @@
-"""Attention by npu_fused_infer_attention_score, over the paged cache or over keys laid end to end.
+"""Attention by npu_fused_infer_attention_score_v2, over the paged cache or keys laid end to end.
 
 The operator takes sequence lengths from the host. How they get there depends on how the step runs:
 as lists when it runs at once, as tensors inside a graph that TorchAir compiles, and as lists that
 are replaced before each replay of a captured graph. So a call is first described, then launched.
 
-Source: torch_npu 2.13.0, _op_plugin_docs.py, npu_fused_infer_attention_score.
+A window hides the keys before it: by the operator's band mode in prompts, whose band hangs from the
+last query and key; by a mask of its own in decode steps, where the operator has no modes.
+
+Source: torch_npu 2.13.0, _op_plugin_docs.py, npu_fused_infer_attention_score_v2.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,6 +22,7 @@ BLOCK_SIZE = 128
 MASK_SIZE = 2048
 """The compressed causal mask has this many rows and columns, whatever the lengths are."""
 RIGHT_DOWN_CAUSAL = 3
+BAND = 4
 _TND_HEAD_DIMS = (128, 192)
 _LATENT_NUM_HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
 _LATENT_WIDTHS = (512, 64)
@@ -45,8 +49,8 @@ class AttentionCall:
     def host_lengths(self) -> dict[str, list[int] | None]:
         """The lengths as the operator takes them when it is launched directly."""
         return {
-            "actual_seq_lengths": None if self.seqlens_q is None else self.seqlens_q.tolist(),
-            "actual_seq_lengths_kv": self.seqlens_kv.tolist(),
+            "actual_seq_qlen": None if self.seqlens_q is None else self.seqlens_q.tolist(),
+            "actual_seq_kvlen": self.seqlens_kv.tolist(),
         }
 
 
@@ -59,16 +63,16 @@ def launch(call: AttentionCall) -> Tensor:
     if torch.compiler.is_compiling():
         lengths_q = None if call.seqlens_q is None else _int64(call.seqlens_q)
         # The form of TorchAir: lengths are tensors, so that other ones need no other graph.
-        out: Tensor = torch.ops.air.npu_fused_infer_attention_score(
+        out: Tensor = torch.ops.air.npu_fused_infer_attention_score_v2(
             call.query,
             call.key,
             call.value,
-            actual_seq_lengths=lengths_q,
-            actual_seq_lengths_kv=_int64(call.seqlens_kv),
+            actual_seq_qlen=lengths_q,
+            actual_seq_kvlen=_int64(call.seqlens_kv),
             **call.options,
         )[0]
         return out
-    out = torch.ops.npu.npu_fused_infer_attention_score(
+    out = torch.ops.npu.npu_fused_infer_attention_score_v2(
         call.query, call.key, call.value, **call.host_lengths(), **call.options
     )[0]
     return out
@@ -89,6 +93,7 @@ def grouped_query(
     scale: float,
     max_seqlen_q: int,
     mask: Tensor,
+    window: int = 0,
 ) -> AttentionCall:
     """The call of `Ops.paged_attention`; out is [N, Hq, 1, D] for decode steps, else [T, Hq, D].
 
@@ -104,21 +109,33 @@ def grouped_query(
         )
     options: dict[str, Any] = {
         "block_table": block_table,
-        "num_heads": num_heads,
+        "num_query_heads": num_heads,
         "num_key_value_heads": num_kv_heads,
-        "scale": scale,
+        "softmax_scale": scale,
         "block_size": block_size,
     }
     if max_seqlen_q == 1:
         _check_one_query_each(q, block_table)
         options["input_layout"] = "BNSD"
+        if window:
+            options["atten_mask"] = _before_window(context_lens, block_table, window)
         return AttentionCall(q.unsqueeze(2), k_cache, v_cache, None, context_lens, options)
     if head_dim not in _TND_HEAD_DIMS:
         raise ValueError(
             f"attention: head_dim is {head_dim}, the NPU operator takes {_TND_HEAD_DIMS} in prefill"
         )
     options |= {"input_layout": "TND", "sparse_mode": RIGHT_DOWN_CAUSAL, "atten_mask": mask}
+    if window:
+        options |= {"sparse_mode": BAND, "pre_tokens": window - 1, "next_tokens": 0}
     return AttentionCall(q, k_cache, v_cache, cu_seqlens_q[1:], context_lens, options)
+
+
+def _before_window(context_lens: Tensor, block_table: Tensor, window: int) -> Tensor:
+    """[N, 1, 1, max_blocks * BLOCK_SIZE] bool, True for keys that the newest token does not see."""
+    num_keys = block_table.shape[1] * BLOCK_SIZE
+    positions = torch.arange(num_keys, dtype=torch.int32, device=block_table.device)
+    starts = (context_lens - window).to(block_table.device)
+    return positions < starts[:, None, None, None]
 
 
 def latent(
@@ -158,9 +175,9 @@ def latent(
     options: dict[str, Any] = {
         "key_rope": rope_cache,
         "block_table": block_table,
-        "num_heads": num_heads,
+        "num_query_heads": num_heads,
         "num_key_value_heads": 1,
-        "scale": scale,
+        "softmax_scale": scale,
         "block_size": latent_cache.shape[2],
     }
     if max_seqlen_q == 1:
@@ -201,9 +218,9 @@ def expanded(
     options = {
         "query_rope": query[1].contiguous(),
         "key_rope": key[1].contiguous(),
-        "num_heads": num_heads,
+        "num_query_heads": num_heads,
         "num_key_value_heads": num_heads,
-        "scale": scale,
+        "softmax_scale": scale,
         "input_layout": "TND",
         "sparse_mode": RIGHT_DOWN_CAUSAL,
         "atten_mask": mask,

@@ -365,20 +365,22 @@ def weight_quant_batchmatmul(
     return out if bias is None else out + bias
 
 
-@_kernel("npu_fused_infer_attention_score")
+@_kernel("npu_fused_infer_attention_score_v2")
 def fused_infer_attention_score(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     *,
     atten_mask: Tensor | None = None,
-    actual_seq_lengths: Sequence[int] | None = None,
-    actual_seq_lengths_kv: Sequence[int],
+    actual_seq_qlen: Sequence[int] | None = None,
+    actual_seq_kvlen: Sequence[int],
     block_table: Tensor | None = None,
     query_rope: Tensor | None = None,
     key_rope: Tensor | None = None,
-    num_heads: int = 1,
-    scale: float = 1.0,
+    num_query_heads: int = 1,
+    softmax_scale: float = 1.0,
+    pre_tokens: int = 2147483647,
+    next_tokens: int = 2147483647,
     input_layout: str = "BSH",
     num_key_value_heads: int = 0,
     sparse_mode: int = 0,
@@ -386,34 +388,41 @@ def fused_infer_attention_score(
     **unused: object,
 ) -> tuple[Tensor, Tensor]:
     _demand(query.is_contiguous() and key.is_contiguous(), "query and key are contiguous")
-    _demand(num_heads % num_key_value_heads == 0, "heads divide")
-    is_causal = _check_mask(sparse_mode, atten_mask)
+    _demand(num_query_heads % num_key_value_heads == 0, "heads divide")
     if input_layout == "BNSD":
         _demand(query.shape[2] == 1, "only one query each is simulated")
+        _demand(sparse_mode == 0, "one query each has no modes")
         rows = query.squeeze(2)
         ropes = None if query_rope is None else query_rope.squeeze(2)
         stops = list(range(1, len(rows) + 1))
-        is_causal = False
+        # What is masked by a tensor of its own has no window: it does not apply to one query.
+        bands: list[Band] = [(None, None)] * len(rows)
+        masks = _full_masks(atten_mask, query, key, block_table, has_rope=ropes is not None)
     else:
-        _demand(input_layout == "TND" and actual_seq_lengths is not None, "TND has lengths")
-        assert actual_seq_lengths is not None
+        _demand(input_layout == "TND" and actual_seq_qlen is not None, "TND has lengths")
+        assert actual_seq_qlen is not None
         _demand(query.shape[2] in (128, 192, 512), "TND takes heads of 128 or 192, or latents")
-        rows, ropes, stops = query, query_rope, list(actual_seq_lengths)
+        rows, ropes, stops = query, query_rope, list(actual_seq_qlen)
         _demand(stops[-1] == len(rows) and stops == sorted(stops), "lengths are summed up to T")
+        bands = [_band(sparse_mode, atten_mask, pre_tokens, next_tokens)] * len(stops)
+        masks = [None] * len(stops)
     out = torch.full_like(rows[..., :1].expand(*rows.shape[:2], value.shape[-1]), torch.nan)
-    contexts = _contexts(key, value, key_rope, block_table, actual_seq_lengths_kv, block_size)
+    contexts = _contexts(key, value, key_rope, block_table, actual_seq_kvlen, block_size)
     start = 0
-    for stop, (keys, values) in zip(stops, contexts, strict=True):
+    for stop, (keys, values), band, mask in zip(stops, contexts, bands, masks, strict=True):
         part = rows[start:stop] if ropes is None else torch.cat([rows, ropes], -1)[start:stop]
         if part.numel() and keys.numel():
-            out[start:stop] = _attend(part, keys, values, scale, is_causal)
+            hidden = _hidden(len(part), len(keys), band)
+            if mask is not None:
+                hidden = hidden | mask[: len(keys)]
+            out[start:stop] = _attend(part, keys, values, softmax_scale, hidden)
         start = stop
     return (out.unsqueeze(2) if input_layout == "BNSD" else out), torch.zeros(1)
 
 
 def air_attention(query: Tensor, key: Tensor, value: Tensor, **options: object) -> object:
     """TorchAir's form: lengths are int64 tensors."""
-    for name in ("actual_seq_lengths", "actual_seq_lengths_kv"):
+    for name in ("actual_seq_qlen", "actual_seq_kvlen"):
         lengths = options.get(name)
         if lengths is not None:
             assert isinstance(lengths, Tensor)
@@ -422,7 +431,7 @@ def air_attention(query: Tensor, key: Tensor, value: Tensor, **options: object) 
     return fused_infer_attention_score(query, key, value, **options)
 
 
-@_kernel("npu_fused_infer_attention_score.out")
+@_kernel("npu_fused_infer_attention_score_v2.out")
 def fused_infer_attention_score_out(
     query: Tensor,
     key: Tensor,
@@ -439,20 +448,51 @@ def fused_infer_attention_score_out(
     return out
 
 
-@_kernel("_npu_fused_infer_attention_score_get_max_workspace")
+@_kernel("_npu_fused_infer_attention_score_v2_get_max_workspace")
 def max_workspace(query: Tensor, key: Tensor, value: Tensor, **options: object) -> Tensor:
     return torch.empty(64, dtype=torch.uint8)
 
 
-def _check_mask(sparse_mode: int, mask: Tensor | None) -> bool:
+Band = tuple[int | None, int | None]
+"""Keys that a query sees before and after the one below it, the last ones below each other."""
+
+
+def _band(sparse_mode: int, mask: Tensor | None, pre_tokens: int, next_tokens: int) -> Band:
     if sparse_mode == 0:
         _demand(mask is None, "no mask without a mode")
-        return False
-    _demand(sparse_mode == 3 and mask is not None, "only right-down causal is simulated")
+        return None, None
+    _demand(sparse_mode in (3, 4) and mask is not None, "right-down causal, or a band")
     assert mask is not None
     upper = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
     _demand(mask.shape == (2048, 2048) and torch.equal(mask.bool(), upper), "the compressed mask")
-    return True
+    return (None, 0) if sparse_mode == 3 else (pre_tokens, next_tokens)
+
+
+def _full_masks(
+    mask: Tensor | None, query: Tensor, key: Tensor, block_table: Tensor | None, *, has_rope: bool
+) -> list[Tensor | None]:
+    """A mask per sequence, [KV_S] bool."""
+    if mask is None:
+        return [None] * len(query)
+    _demand(not has_rope and block_table is not None, "latent decodes take no mask")
+    assert block_table is not None
+    width = block_table.shape[1] * key.shape[2]
+    _demand(mask.shape == (len(query), 1, 1, width), "a mask covers all keys of the table")
+    _demand(mask.dtype == torch.bool and mask.is_contiguous(), "masks are bool and contiguous")
+    return list(mask[:, 0, 0])
+
+
+def _hidden(num_queries: int, num_keys: int, band: Band) -> Tensor:
+    """[queries, keys] bool."""
+    own = torch.arange(num_queries)[:, None] + num_keys - num_queries
+    keys = torch.arange(num_keys)
+    hidden = torch.zeros(num_queries, num_keys, dtype=torch.bool)
+    before, after = band
+    if before is not None:
+        hidden |= keys < own - before
+    if after is not None:
+        hidden |= keys > own + after
+    return hidden
 
 
 def _contexts(
@@ -482,13 +522,12 @@ def _contexts(
     return [(torch.cat([keys, ropes], -1), values) for keys, values, ropes in found]
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, scale: float, is_causal: bool) -> Tensor:
-    """q: [S, N, D]; keys, values: [C, KV_N, ...]."""
+def _attend(q: Tensor, keys: Tensor, values: Tensor, scale: float, hidden: Tensor) -> Tensor:
+    """q: [S, N, D]; keys, values: [C, KV_N, ...]; hidden: [S, C] bool."""
     share = q.shape[1] // keys.shape[1]
     keys, values = keys.repeat_interleave(share, 1), values.repeat_interleave(share, 1)
     scores = scale * torch.einsum("snd,cnd->nsc", q.float(), keys.float())
-    if is_causal:
-        offset = keys.shape[0] - q.shape[0]
-        hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + offset)
-        scores = scores.masked_fill(hidden, -torch.inf)
-    return torch.einsum("nsc,cnd->snd", scores.softmax(-1), values.float()).to(q.dtype)
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    # Masked keys may hold anything: they weigh nothing.
+    values = torch.where(hidden.all(0)[:, None, None], 0.0, values.float())
+    return torch.einsum("nsc,cnd->snd", weights, values).to(q.dtype)

@@ -43,7 +43,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::Deprecat
 @pytest.fixture(autouse=True, scope="module")
 def _attention_in_graphs_runs_on_the_cpu() -> Any:
     library = torch.library.Library("air", "IMPL", "CPU")
-    library.impl("npu_fused_infer_attention_score", air_attention, allow_override=True)
+    library.impl("npu_fused_infer_attention_score_v2", air_attention, allow_override=True)
     yield
     library._destroy()
 
@@ -119,16 +119,34 @@ def test_captured_graphs_give_the_tokens_of_the_eager_model(name: str) -> None:
     assert graphs.stats.num_recompiles == 0
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "deepseek_v3"])
-def test_compiled_graphs_give_the_tokens_of_the_eager_model(name: str, tmp_path: Path) -> None:
+WINDOW = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 40}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("qwen3", {}), ("qwen3_moe", {}), ("deepseek_v3", {}), ("qwen3", WINDOW)],
+)
+def test_compiled_graphs_give_the_tokens_of_the_eager_model(
+    name: str, options: dict[str, Any], tmp_path: Path
+) -> None:
     ops = npu_ops()
-    model = family(name, ops)
+    model = family(name, ops, **options)
     expected, _ = decode(model, ops, None)
     backend = FewTorchairSizes(model, cache_folder=tmp_path, settings=RunEagerly())
     tokens, graphs = decode(model, ops, backend)
     assert tokens == expected
     assert graphs.stats.num_replays >= 9
     assert (backend.num_compiles, graphs.stats.num_recompiles) == (2, 0)
+
+
+def test_a_window_is_not_captured_but_run_eagerly_and_said() -> None:
+    ops = npu_ops()
+    model = family("qwen3", ops, **WINDOW)
+    expected, _ = decode(model, ops, None)
+    tokens, graphs = decode(model, ops, FewAclSizes(ops, npu=FakeNpu()))
+    assert tokens == expected
+    assert graphs.stats.num_replays == 0
+    assert any("a window's mask follows the lengths" in why for why in graphs.stats.eager)
 
 
 def test_every_replay_gives_attention_its_lengths_before_the_graph_waits_for_them() -> None:

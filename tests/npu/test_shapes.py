@@ -21,7 +21,7 @@ from tests.npu.published import PUBLISHED, one_rank
 
 META = torch.device("meta")
 BLOCK_SIZE = 128
-ATTENTION = {"npu_fused_infer_attention_score"}
+ATTENTION = {"npu_fused_infer_attention_score_v2"}
 ALWAYS = {"npu_rms_norm", "npu_add_rms_norm", "npu_swiglu"} | ATTENTION
 GQA = {"npu_rotary_mul", "npu_scatter_nd_update_"}
 MLA = {"npu_interleave_rope", "npu_kv_rmsnorm_rope_cache", "npu_transpose_batchmatmul"}

@@ -56,6 +56,16 @@ def test_a_sequence_has_the_same_tokens_alone_and_in_a_batch(name: str) -> None:
     assert alone == together
 
 
+@pytest.mark.parametrize("window", [1, 40, 1000])
+def test_a_sliding_window_gives_the_tokens_of_the_reference(window: int) -> None:
+    # The second layer has one; prompts longer and shorter than it, and one behind a shared prefix.
+    options = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": window}
+    lengths = [PREFIX[:128] + prompt for prompt in prompts(1, 12, 130)]
+    expected, _ = generate(family("qwen3", ReferenceOps(), **options), lengths, 12)
+    tokens, _ = generate(family("qwen3", npu_ops(), **options), lengths, 12, num_cached=128)
+    assert tokens == expected
+
+
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_quantised_weights_give_the_tokens_of_the_reference(name: str, quantization: str) -> None:
