@@ -51,6 +51,11 @@ class ExpertPlacement:
         size = self.slots_per_rank
         return self.experts[rank * size : (rank + 1) * size]
 
+    @property
+    def num_slots(self) -> int:
+        """Of all ranks."""
+        return len(self.experts)
+
     def slots_of(self) -> list[list[int]]:
         """Slots of every expert, in order."""
         slots: list[list[int]] = [[] for _ in range(self.num_experts)]
@@ -60,14 +65,24 @@ class ExpertPlacement:
 
 
 class SlotTable:
-    """From experts to slots, for tensors; an expert's slots take turns by row."""
+    """From experts to slots, for tensors; an expert's slots take turns by row.
+
+    Its tensors keep their shape and place, whatever the placement.
+    """
 
     def __init__(self, placement: ExpertPlacement) -> None:
-        slots = placement.slots_of()
-        most = max(map(len, slots))
-        self._slots = torch.tensor([_cycle(s, most) for s in slots])  # [num_experts, most]
-        self._num = torch.tensor([len(s) for s in slots])
+        num_redundant = placement.num_slots - placement.num_experts
+        most = min(1 + num_redundant, placement.num_ranks)
+        self._slots = torch.zeros(placement.num_experts, most, dtype=torch.int64)
+        self._num = torch.ones(placement.num_experts, dtype=torch.int64)
         self._is_plain = most == 1
+        self.set(placement)
+
+    def set(self, placement: ExpertPlacement) -> None:
+        """Follow another placement, of as many slots."""
+        slots = placement.slots_of()
+        self._slots.copy_(torch.tensor([_cycle(s, self._slots.shape[1]) for s in slots]))
+        self._num.copy_(torch.tensor([len(s) for s in slots]))
 
     def __call__(self, topk_ids: Tensor, first_turn: int) -> Tensor:
         """topk_ids: [T, k], experts -> slots of the same shape.
@@ -83,3 +98,32 @@ class SlotTable:
 
 def _cycle(slots: Sequence[int], length: int) -> list[int]:
     return [slots[i % len(slots)] for i in range(length)]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """The weights of one expert, from a slot of the old placement to one of the new."""
+
+    expert: int
+    source: int
+    target: int
+
+
+def moves(old: ExpertPlacement, new: ExpertPlacement) -> list[Move]:
+    """What has to move, by target; every rank computes the same.
+
+    From a slot of the same rank where there is one, else from the holder that sends least so far.
+    """
+    found = []
+    sends = [0] * old.num_ranks
+    holders = old.slots_of()
+    size = new.slots_per_rank
+    for target, expert in enumerate(new.experts):
+        if old.experts[target] == expert:
+            continue
+        near = [s for s in holders[expert] if s // size == target // size]
+        source = near[0] if near else min(holders[expert], key=lambda s: (sends[s // size], s))
+        if not near:
+            sends[source // size] += 1
+        found.append(Move(expert, source, target))
+    return found

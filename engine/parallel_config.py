@@ -10,13 +10,54 @@ requests. Experts are dealt out over an expert-parallel group; with ep_size 1 th
 dense layers.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 
 MoEComm = Literal["zero_redundancy", "allreduce", "allgather"]
 """How tokens get from attention to the experts and back; see engine.layers.dispatch."""
+
+EplbMode = Literal["off", "static", "dynamic"]
+"""Where experts are: in order; as a file says; or where the load of the last steps wants them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EplbConfig:
+    """How the load of experts is balanced over the ranks that share them."""
+
+    mode: EplbMode = "off"
+    """off deals experts out in order; static follows `file`; dynamic moves them while serving."""
+    file: str = ""
+    """Placement or heat, by layer, to start from; see engine.expert_files. static needs it."""
+    num_redundant_experts: Annotated[int, Ge(0)] = 0
+    """Slots for second and further copies of hot experts, of all ranks together."""
+    interval_steps: Annotated[int, Ge(1)] = 1000
+    """dynamic: steps between two looks at the load."""
+    num_nodes: Annotated[int, Ge(1)] = 1
+    """Hosts, of equally many neighbouring ranks: groups of experts stay within one."""
+    heat_file: str = ""
+    """Where tokens per expert are written every interval_steps; empty: nowhere."""
+
+    def __post_init__(self) -> None:
+        if self.mode == "off" and self.num_redundant_experts:
+            raise ValueError(
+                f"eplb.num_redundant_experts is {self.num_redundant_experts}, eplb.mode is off: "
+                "use static or dynamic"
+            )
+        if self.mode == "static" and not self.file:
+            raise ValueError("eplb.mode is static: eplb.file must name a placement or heat")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is to be done."""
+        return self.mode != "off" or self.collects_heat
+
+    @property
+    def collects_heat(self) -> bool:
+        """Whether tokens per expert are counted."""
+        return self.mode == "dynamic" or bool(self.heat_file)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +76,9 @@ class ParallelConfig:
     """With ep_size above 1."""
     sequence_parallel: bool = False
     """Split the rows of norms and residual over the tensor-parallel group in dense models too."""
+
+    eplb: EplbConfig = EplbConfig()
+    """With ep_size above 1."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -63,3 +107,8 @@ class ParallelConfig:
     def ep_rank(self) -> int:
         """This rank within its expert-parallel group."""
         return self.rank % self.ep_size
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> "ParallelConfig":
+        """Inverse of dataclasses.asdict."""
+        return cls(**{**values, "eplb": EplbConfig(**values["eplb"])})

@@ -15,6 +15,7 @@ from torch import Tensor
 from kernels.cpu.build import BuildError
 from kernels.cpu.ops import load
 from kernels.gating import Gating
+from kernels.packed import PackedWeight
 from kernels.quantized import QuantizedWeight
 from kernels.reference import ReferenceOps
 
@@ -41,6 +42,10 @@ class Linear(Protocol):
         """
         ...
 
+    def packed(self) -> PackedWeight:
+        """What it computes with; not a copy."""
+        ...
+
 
 @runtime_checkable
 class GroupedLinear(Protocol):
@@ -56,6 +61,10 @@ class GroupedLinear(Protocol):
         group_sizes: [num_groups] int64, rows of each group; their sum is R. A group without rows
         costs nothing: its weight is not read.
         """
+        ...
+
+    def packed(self, group: int) -> PackedWeight:
+        """What it computes the rows of one group with; not a copy."""
         ...
 
 

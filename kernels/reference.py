@@ -1,6 +1,7 @@
 """The specification of every op in plain PyTorch: obviously right, on any device, not fast."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -8,6 +9,7 @@ from torch.nn import functional
 
 from kernels import mla
 from kernels.gating import Gating
+from kernels.packed import PackedWeight
 from kernels.quantized import QuantizedWeight
 from kernels.routing import gating_topk
 
@@ -23,6 +25,10 @@ class ReferenceLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """x: [T, in_features] -> [T, out_features]."""
         return functional.linear(x, self._weight, self._bias)
+
+    def packed(self) -> PackedWeight:
+        """See `kernels.ops.Linear.packed`."""
+        return PackedWeight.of(self._weight, self._bias)
 
     def rows(self, row_ids: Tensor) -> Tensor:
         """row_ids: [T] -> [T, in_features]: rows of W."""
@@ -41,15 +47,27 @@ class ReferenceQuantizedLinear:
         """x: [T, in_features] -> [T, out_features]."""
         return functional.linear(x, self._weight.dequantize().to(x.dtype), self._bias)
 
+    def packed(self) -> PackedWeight:
+        """See `kernels.ops.Linear.packed`."""
+        weight = self._weight
+        form = (weight.group_size, weight.num_bits)
+        return PackedWeight.of(weight.values, weight.scale, weight.offset, self._bias, form=form)
+
     def rows(self, row_ids: Tensor) -> Tensor:
         """row_ids: [T] -> [T, in_features]: rows of W, dequantised."""
         return self._weight.rows(row_ids.long()).dequantize()
 
 
+class _GroupLinear(Protocol):
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    def packed(self) -> PackedWeight: ...
+
+
 class LinearPerGroup:
     """y = x W[g]^T, a group with rows at a time. Implements `kernels.ops.GroupedLinear`."""
 
-    def __init__(self, linears: Sequence[Callable[[Tensor], Tensor]], shape: torch.Size) -> None:
+    def __init__(self, linears: Sequence[_GroupLinear], shape: torch.Size) -> None:
         self.num_groups, self.out_features, self.in_features = shape
         self._linears = linears
 
@@ -59,6 +77,10 @@ class LinearPerGroup:
         for group, rows in group_rows(group_sizes, self.num_groups, x.shape[0]):
             out[rows] = self._linears[group](x[rows])
         return out
+
+    def packed(self, group: int) -> PackedWeight:
+        """See `kernels.ops.GroupedLinear.packed`."""
+        return self._linears[group].packed()
 
 
 def group_rows(group_sizes: Tensor, num_groups: int, num_rows: int) -> Iterator[tuple[int, slice]]:

@@ -10,6 +10,7 @@ from engine.layers.layer import Shard, WeightedLayer
 from engine.layers.quantization import pack_grouped_linear
 from engine.parallel import Span
 from kernels.ops import GroupedLinear, Ops
+from kernels.packed import PackedWeight
 from kernels.quantized import QuantizedWeight, concat_rows
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -103,6 +104,12 @@ class Experts(WeightedLayer):
         self._down = self._ops.grouped_quantized_linear(down)
         self._gate_up_weight = self._down_weight = None
         return True
+
+    def packed(self, slot: int) -> list[PackedWeight]:
+        """The weights of the expert in a slot of this rank, as they lie in memory."""
+        assert self._gate_up is not None, "the weights are not loaded"
+        assert self._down is not None, "the weights are not loaded"
+        return [self._gate_up.packed(slot), self._down.packed(slot)]
 
     def forward(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         """x: [T, hidden_size]; topk_weights, topk_ids: [T, k], all here -> [T, hidden_size]."""

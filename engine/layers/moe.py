@@ -19,7 +19,9 @@ from torch.nn import functional
 
 from engine.collectives import max_over
 from engine.config import MoEConfig, Quantization
+from engine.expert_moves import move_experts
 from engine.expert_placement import ExpertPlacement, SlotTable
+from engine.expert_planner import plan
 from engine.layers.dispatch import AllToAllDispatch, compute_own
 from engine.layers.experts import Experts
 from engine.layers.layer import WeightedLayer
@@ -48,6 +50,14 @@ class CorrectionBias(WeightedLayer):
     def pack(self, quantization: Quantization) -> None:
         """Hand the bias to the backend."""
         self.bias = self._ops.parameter(self.bias, is_exact=True)
+
+
+def _first_placement(config: MoEConfig, parallel: Parallel) -> ExpertPlacement:
+    num_redundant = parallel.config.eplb.num_redundant_experts if parallel.config.ep_size > 1 else 0
+    if not num_redundant:
+        return ExpertPlacement.contiguous(config.num_experts, parallel.ep.size)
+    even = [1.0] * config.num_experts
+    return plan(even, num_redundant=num_redundant, num_ranks=parallel.ep.size)
 
 
 class MoE(nn.Module):
@@ -80,22 +90,16 @@ class MoE(nn.Module):
             CorrectionBias(config.num_experts, ops=ops) if config.has_correction_bias else None
         )
         is_dealt_out = parallel.config.ep_size > 1
-        width = config.intermediate_size
-        placement = ExpertPlacement.contiguous(config.num_experts, parallel.ep.size)
-        self._slots_per_rank = placement.slots_per_rank
-        self._slots = SlotTable(placement)
-        self._dispatch = AllToAllDispatch(parallel.ep, placement.slots_per_rank, ops)
-        self.experts = Experts(
-            hidden_size,
-            config,
-            ops=ops,
-            experts=placement.of_rank(parallel.ep.rank),
-            columns=(
-                Span.whole(width)
-                if is_dealt_out
-                else split_evenly("moe intermediate_size", width, parallel.tp)
-            ),
-        )
+        self._hidden_size = hidden_size
+        self.placement = _first_placement(config, parallel)
+        """Of this layer's experts over the expert-parallel group."""
+        self._slots = SlotTable(self.placement)
+        self._dispatch = AllToAllDispatch(parallel.ep, self.placement.slots_per_rank, ops)
+        self.heat: Tensor | None = None
+        """[num_experts] int64: rows that went to each, of this rank; None: nobody counts."""
+        if is_dealt_out and parallel.config.eplb.collects_heat:
+            self.heat = torch.zeros(config.num_experts, dtype=torch.int64)
+        self.experts = self._own_weights()
         self.shared_experts = (
             GatedMLP(
                 hidden_size,
@@ -106,6 +110,37 @@ class MoE(nn.Module):
             )
             if config.shared_intermediate_size
             else None
+        )
+
+    def place(self, placement: ExpertPlacement) -> None:
+        """Hold other experts; before the weights are loaded."""
+        self.placement = placement
+        self._slots.set(placement)
+        self.experts = self._own_weights()
+
+    def move(self, placement: ExpertPlacement) -> int:
+        """Fetch the weights of another placement and follow it; between two steps, on all ranks.
+
+        Returns how many experts moved between ranks.
+        """
+        num_moved = move_experts(self.experts, self.placement, placement, self._parallel.ep)
+        self.placement = placement
+        self._slots.set(placement)
+        return num_moved
+
+    def _own_weights(self) -> Experts:
+        config, parallel = self._config, self._parallel
+        width = config.intermediate_size
+        return Experts(
+            self._hidden_size,
+            config,
+            ops=self._ops,
+            experts=self.placement.of_rank(parallel.ep.rank),
+            columns=(
+                Span.whole(width)
+                if parallel.config.ep_size > 1
+                else split_evenly("moe intermediate_size", width, parallel.tp)
+            ),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -124,6 +159,7 @@ class MoE(nn.Module):
     def _all_to_all(self, x: Tensor) -> Tensor:
         """Rows that no other rank of the group has -> the same rows."""
         topk_weights, topk_ids = self._route(x)
+        self._count(topk_ids)
         slots = self._slots(topk_ids, self._parallel.ep.rank)
         return self._with_shared(x, self._dispatch(x, topk_weights, slots, self.experts.compute))
 
@@ -143,7 +179,9 @@ class MoE(nn.Module):
     def _partial(self, x: Tensor) -> Tensor:
         """What this rank's experts add to every row."""
         topk_weights, topk_ids = self._route(x)
-        num_slots = self._slots_per_rank
+        if self._parallel.ep.rank == 0:  # every rank of the group has the same rows
+            self._count(topk_ids)
+        num_slots = self.placement.slots_per_rank
         return compute_own(
             x,
             topk_weights,
@@ -153,6 +191,11 @@ class MoE(nn.Module):
             self.experts.compute,
             self._ops,
         )
+
+    def _count(self, topk_ids: Tensor) -> None:
+        if self.heat is not None:
+            ids = topk_ids.flatten().long()
+            self.heat.index_add_(0, ids, torch.ones_like(ids))
 
     def _own_rows(self, x: Tensor) -> Tensor:
         """This rank's T / tp of the rows, padded at the tail."""

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 
 from engine.batch import KVBatch
 from engine.config import ModelConfig
+from engine.expert_balancer import BalanceStats, ExpertBalancer
 from engine.layers.attention import OnLayer
 from engine.layers.embedding import Embedding, LMHead
+from engine.layers.moe import MoE
 from engine.layers.norm import RMSNorm
 from engine.layers.rotary import RotaryEmbedding
 from engine.layers.rows import rows_of
@@ -97,6 +99,22 @@ class DecoderForCausalLM(nn.Module):
             ops=ops,
             parallel=parallel,
         )
+        self._balancer: ExpertBalancer | None = None
+        if config.moe is not None and parallel.config.ep_size > 1 and parallel.config.eplb.is_on:
+            self._balancer = ExpertBalancer(self._sparse_layers(), config.moe, parallel)
+
+    @property
+    def balance_stats(self) -> BalanceStats:
+        """Of the load of this rank's experts."""
+        return BalanceStats() if self._balancer is None else self._balancer.stats
+
+    def _sparse_layers(self) -> dict[int, MoE]:
+        """By index of their layer, model.layers.<index>."""
+        return {
+            int(path.split(".")[2]): module
+            for path, module in self.named_modules()
+            if isinstance(module, MoE)
+        }
 
     @property
     def unused_prefixes(self) -> tuple[str, ...]:
@@ -117,6 +135,9 @@ class DecoderForCausalLM(nn.Module):
         on_layer: OnLayer | None = None,
     ) -> Tensor:
         """input_ids, positions: [T] -> hidden [T, hidden_size]; writes this step's KV."""
+        if self._balancer is not None:
+            # NOTE: here, since nothing else is called by every rank equally often.
+            self._balancer.before_step()
         hidden: Tensor = self.model(input_ids, positions, kv, on_layer)
         return hidden
 

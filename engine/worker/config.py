@@ -76,5 +76,5 @@ class WorkerConfig:
         values = json.loads(text)
         values["transfer"] = KVTransferConfig(**values["transfer"])
         values["tiers"] = TierConfig(**values["tiers"])
-        values["parallel"] = ParallelConfig(**values["parallel"])
+        values["parallel"] = ParallelConfig.from_values(values["parallel"])
         return cls(**values)

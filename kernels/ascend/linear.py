@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from kernels.packed import PackedWeight
 from kernels.quantized import QuantizedWeight
 
 FRACTAL_NZ = 29
@@ -32,6 +33,10 @@ class NpuLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """x: [T, in_features] -> [T, out_features]."""
         return functional.linear(x, self._weight, self._bias)
+
+    def packed(self) -> PackedWeight:
+        """See `kernels.ops.Linear.packed`."""
+        return PackedWeight.of(self._weight, self._bias)
 
     def rows(self, row_ids: Tensor) -> Tensor:
         """row_ids: [T] -> [T, in_features]: rows of W."""
@@ -77,6 +82,12 @@ class NpuQuantizedLinear:
         )
         return out
 
+    def packed(self) -> PackedWeight:
+        """See `kernels.ops.Linear.packed`."""
+        return PackedWeight.of(
+            self._weight, self._scale, self._offset, self._bias, form=(self._group_size,)
+        )
+
     def rows(self, row_ids: Tensor) -> Tensor:
         """A vocabulary is not quantised on the NPU. Raises: NotImplementedError: always."""
         raise NotImplementedError("rows of a quantised weight: it is stored for products")
@@ -120,6 +131,10 @@ class NpuInt8Linear:
         )
         return out
 
+    def packed(self) -> PackedWeight:
+        """See `kernels.ops.Linear.packed`."""
+        return PackedWeight.of(self._weight, self._scale, self._bias)
+
     def rows(self, row_ids: Tensor) -> Tensor:
         """A vocabulary is not quantised on the NPU. Raises: NotImplementedError: always."""
         raise NotImplementedError("rows of a quantised weight: it is stored for products")
@@ -144,6 +159,10 @@ class NpuGroupedLinear:
             [x], [self._weight], **group_options(group_sizes)
         )[0]
         return out
+
+    def packed(self, group: int) -> PackedWeight:
+        """See `kernels.ops.GroupedLinear.packed`."""
+        return PackedWeight.of(self._weight[group])
 
 
 class NpuGroupedInt8Linear:
@@ -186,6 +205,10 @@ class NpuGroupedInt8Linear:
             **options,
         )[0]
         return out
+
+    def packed(self, group: int) -> PackedWeight:
+        """See `kernels.ops.GroupedLinear.packed`."""
+        return PackedWeight.of(self._weight[group], self._scale[group])
 
 
 def group_options(group_sizes: Tensor) -> dict[str, object]:

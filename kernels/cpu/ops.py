@@ -10,6 +10,7 @@ from torch.nn import functional
 from kernels import mla
 from kernels.cpu.build import build
 from kernels.gating import Gating
+from kernels.packed import PackedWeight
 from kernels.quantized import QuantizedWeight
 from kernels.reference import LinearPerGroup, ReferenceOps
 from kernels.routing import gating_topk
@@ -36,6 +37,10 @@ class CpuLinear:
             x, self._packed, self._bias, self.out_features
         )
         return result
+
+    def packed(self) -> PackedWeight:
+        """See `Linear.packed`."""
+        return PackedWeight.of(self._packed, self._bias, form=("float", self.out_features))
 
     def rows(self, row_ids: Tensor) -> Tensor:
         """row_ids: [T] -> [T, in_features]: rows of W, gathered from the panels."""
@@ -77,6 +82,10 @@ class CpuQuantizedLinear:
             x, self._packed, self._bias, *self._form
         )
         return result
+
+    def packed(self) -> PackedWeight:
+        """See `Linear.packed`."""
+        return PackedWeight.of(self._packed, self._bias, form=self._form)
 
     def rows(self, row_ids: Tensor) -> Tensor:
         """row_ids: [T] -> [T, in_features]: rows of W, dequantised."""

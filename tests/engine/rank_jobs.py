@@ -9,13 +9,20 @@ import torch
 from torch import Tensor
 
 from engine.collectives import since
-from engine.config import MoEConfig
+from engine.config import MoEConfig, Quantization
+from engine.expert_balancer import BalanceStats
 from engine.layers.layer import named_weights, pack_weights
 from engine.layers.moe import MoE
 from engine.layers.rows import rows_of
 from engine.parallel import Parallel
 from kernels.ops import select_ops
-from tests.engine.steps import PoisonedCache, load, logits_by_steps, random_token_ids
+from tests.engine.steps import (
+    VOCAB_SIZE,
+    PoisonedCache,
+    load,
+    logits_by_steps,
+    random_token_ids,
+)
 
 # Of the data-parallel ranks: uneven numbers of sequences, lengths and steps; one has nothing.
 LENGTHS = ((1, 17, 9), (), (33,), (2, 5))
@@ -81,3 +88,36 @@ def forward_counts(parallel: Parallel, folder: Path) -> dict[str, tuple[int, int
     before = parallel.counters.snapshot()
     logits_by_steps(model, cache, [random_token_ids(6, seed=0)], lambda _, left: left)
     return since(parallel.counters.snapshot(), before)
+
+
+def balanced_logits(
+    parallel: Parallel, folder: Path, quantization: Quantization = "none"
+) -> tuple[list[Tensor], Tensor, BalanceStats]:
+    """Logits of sequences whose tokens are far from evenly distributed, one a step; rows
+    [steps, sparse layers] that this rank's experts computed in each step; what was moved.
+    """
+    model = load(folder, select_ops("cpu"), parallel, quantization)
+    cache = PoisonedCache(model, num_blocks=400, block_size=4, parallel=parallel)
+    generator = torch.Generator().manual_seed(parallel.config.dp_rank)
+    popularity = 1.0 / torch.arange(1, VOCAB_SIZE - 3)
+    tokens = 3 + torch.multinomial(popularity, 1536, replacement=True, generator=generator)
+    counters = [RowCounter(moe) for moe in model.modules() if isinstance(moe, MoE)]
+    rows: list[Tensor] = []
+    totals = [[0] * len(counters)]
+    for sequence in tokens.view(-1, 64).tolist():
+        rows += logits_by_steps(model, cache, [sequence], lambda _, left: left)
+        totals.append([counter.num_rows for counter in counters])
+    return rows, torch.tensor(totals).diff(dim=0), model.balance_stats
+
+
+class RowCounter:
+    """Counts the rows that this rank's experts of one layer compute."""
+
+    def __init__(self, moe: MoE) -> None:
+        self.num_rows = 0
+        self._compute = moe.experts.compute
+        moe.experts.compute = self._count  # type: ignore[method-assign]
+
+    def _count(self, rows: Tensor, group_sizes: Tensor) -> Tensor:
+        self.num_rows += len(rows)
+        return self._compute(rows, group_sizes)
