@@ -6,6 +6,7 @@ import torch
 
 from engine.adapters import Adapters
 from engine.block_manager import BlockManager
+from engine.device_draw import device_draw_of
 from engine.kv_layout import kv_layout
 from engine.models import CausalLM
 from engine.request import Request
@@ -48,7 +49,12 @@ class ColocatedEngine:
         self._runner = Runner(model, k_caches, v_caches, ops, block_size, forward, adapters)
         self.caches = (k_caches, v_caches)
         self.drafts = DraftCounters()
-        self._verifier = Verifier(self.scheduler, config.vocab_size, config.eos_token_ids)
+        self._verifier = Verifier(
+            self.scheduler,
+            config.vocab_size,
+            config.eos_token_ids,
+            device_draw=device_draw_of(ops),
+        )
         self._drafter = None if make_drafter is None else make_drafter(self)
 
     def generate(self, requests: Iterable[Request]) -> None:

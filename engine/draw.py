@@ -19,6 +19,7 @@ _CHUNK = 128
 _NUM_CANDIDATES = 256
 _WIDENING = 16
 _NEG_INF = float("-inf")
+_MARGINS = {torch.float64: 2.0**-40, torch.float32: 2.0**-22}
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -48,27 +49,33 @@ class DrawParams:
     top_k: Tensor | None
     """[S, 1] int64; the vocabulary's size: off."""
     top_p: Tensor | None
-    """[S, 1] float64; 1: off."""
+    """[S, 1] float64, or what it is to be drawn with; 1: off."""
     max_top_k: int
     """Largest top_k of the rows that use it."""
 
     @classmethod
     def of(
-        cls, sampling: Sequence[SamplingParams], vocab_size: int, device: torch.device
+        cls,
+        sampling: Sequence[SamplingParams],
+        vocab_size: int,
+        device: torch.device,
+        precision: torch.dtype = torch.float64,
     ) -> "DrawParams":
-        """Collect the options of rows whose temperature is above zero."""
+        """Collect the options of rows whose temperature is above zero. precision: of top_p."""
 
         def column(values: list[float], dtype: torch.dtype) -> Tensor:
-            return torch.tensor(values, dtype=torch.float64, device=device).to(dtype).unsqueeze(1)
+            return torch.tensor(values, dtype=torch.float64).to(dtype).unsqueeze(1).to(device)
 
         top_k = [s.top_k if uses_top_k(s, vocab_size) else vocab_size for s in sampling]
         used_top_k = [k for k in top_k if k < vocab_size]
-        min_p = column([s.min_p for s in sampling], torch.float64)
+        log_min_p = torch.tensor([s.min_p for s in sampling], dtype=torch.float64).log()
         return cls(
             column([1.0 / s.temperature for s in sampling], torch.float32),
-            min_p.log().to(torch.float32) if any(s.min_p > 0.0 for s in sampling) else None,
+            column(log_min_p.tolist(), torch.float32)
+            if any(s.min_p > 0.0 for s in sampling)
+            else None,
             column([float(k) for k in top_k], torch.int64) if used_top_k else None,
-            column([s.top_p for s in sampling], torch.float64)
+            column([s.top_p for s in sampling], precision)
             if any(s.top_p < 1.0 for s in sampling)
             else None,
             max(used_top_k, default=0),
@@ -86,25 +93,31 @@ def draw(logits: Tensor, params: DrawParams, numbers: Tensor) -> Tensor:
     Temperature, then min_p, top_k, top_p, each on what the ones before it left. A score equal to
     the last one kept is kept as well.
     """
-    highest = logits.amax(dim=-1, keepdim=True).clamp_(min=torch.finfo(logits.dtype).min)
-    scores = (logits - highest).mul_(params.inverse_temperature)
-    if params.log_min_p is not None:
-        scores.masked_fill_(scores < params.log_min_p, _NEG_INF)
+    scores = scores_of(logits, params)
     if params.top_k is not None:
         largest = scores.topk(params.max_top_k, dim=-1).values
         last = largest.gather(1, (params.top_k - 1).clamp_(max=params.max_top_k - 1))
         last.masked_fill_(params.top_k >= logits.shape[1], _NEG_INF)
         scores.masked_fill_(scores < last, _NEG_INF)
-    weights = _exp_in_chunks(scores)
+    weights = exp_in_chunks(scores)
     if params.top_p is not None:
         total = weights.sum(dim=-1).to(torch.float64).cumsum(dim=-1)[:, -1:]
         last = _last_of_nucleus(scores, params.top_p * total, _NUM_CANDIDATES)
         last.masked_fill_(params.top_p >= 1.0, _NEG_INF)
-        weights = _exp_in_chunks(scores.masked_fill_(scores < last, _NEG_INF))
-    return _invert(weights, numbers.unsqueeze(1)).clamp_(max=logits.shape[1] - 1)
+        weights = exp_in_chunks(scores.masked_fill_(scores < last, _NEG_INF))
+    return invert(weights, numbers.unsqueeze(1)).clamp_(max=logits.shape[1] - 1)
 
 
-def _exp_in_chunks(scores: Tensor) -> Tensor:
+def scores_of(logits: Tensor, params: DrawParams) -> Tensor:
+    """Temperature and min_p: [S, V] float32, the highest of each row 0."""
+    highest = logits.amax(dim=-1, keepdim=True).clamp_(min=torch.finfo(logits.dtype).min)
+    scores = (logits - highest).mul_(params.inverse_temperature)
+    if params.log_min_p is not None:
+        scores.masked_fill_(scores < params.log_min_p, _NEG_INF)
+    return scores
+
+
+def exp_in_chunks(scores: Tensor) -> Tensor:
     """exp, with zeros appended up to whole chunks. [S, V] -> [S, C, _CHUNK]."""
     num_rows, vocab_size = scores.shape
     num_chunks = -(-vocab_size // _CHUNK)
@@ -134,19 +147,20 @@ def _last_of_nucleus(scores: Tensor, mass: Tensor, num_candidates: int) -> Tenso
     return last
 
 
-def _invert(weights: Tensor, numbers: Tensor) -> Tensor:
+def invert(weights: Tensor, numbers: Tensor) -> Tensor:
     """First index at which the cumulative weight exceeds number * total.
 
-    In two levels, the chunk and then the place in it, so that only short rows are cumulated.
-    weights: [S, C, _CHUNK], numbers: [S, 1] -> [S].
+    In two levels, the chunk and then the place in it, so that only short rows are cumulated, and
+    with the precision of `numbers`. weights: [S, C, _CHUNK], numbers: [S, 1] -> [S].
     """
-    sums = weights.sum(dim=-1).to(torch.float64)  # [S, C]
+    dtype = numbers.dtype
+    sums = weights.sum(dim=-1).to(dtype)  # [S, C]
     reached = sums.cumsum(dim=-1)
     target = _below(numbers * reached[:, -1:], reached[:, -1:])
     chunk = (reached <= target).sum(dim=-1, keepdim=True).clamp_(max=sums.shape[1] - 1)  # [S, 1]
     rest = target - (reached.gather(1, chunk) - sums.gather(1, chunk))
     index = chunk.unsqueeze(2).expand(-1, -1, _CHUNK)
-    inside = weights.gather(1, index).squeeze(1).to(torch.float64).cumsum(dim=-1)  # [S, _CHUNK]
+    inside = weights.gather(1, index).squeeze(1).to(dtype).cumsum(dim=-1)  # [S, _CHUNK]
     # NOTE: the chunk's float32 sum may exceed its last cumulative weight; a zero must not be drawn.
     rest = _below(rest, inside[:, -1:])
     place = (inside <= rest).sum(dim=-1)
@@ -154,4 +168,4 @@ def _invert(weights: Tensor, numbers: Tensor) -> Tensor:
 
 
 def _below(value: Tensor, bound: Tensor) -> Tensor:
-    return torch.minimum(value, bound * (1.0 - 2.0**-40))
+    return torch.minimum(value, bound * (1.0 - _MARGINS[value.dtype]))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine.adapters import Adapters
 from engine.batch import Batch, BatchBuilder
+from engine.device_draw import can_draw
 from engine.layers.attention import OnLayer
 from engine.logprobs import TokenLogprobs, top_logprobs
 from engine.models import CausalLM
@@ -35,7 +36,9 @@ class RunnerOutput:
     """What one step computed."""
 
     logits: Tensor
-    """[R, V] float32 on the host: 1 + num_drafts rows per request that samples, in order."""
+    """[R, V] float32, 1 + num_drafts rows per request that samples, in order; on the host, unless
+    tokens are drawn on the device.
+    """
     hidden: Tensor
     """[T, hidden_size]: what the logits are made of, of every token; valid until the next step."""
     prompt_logprobs: list[PromptLogprobs]
@@ -142,12 +145,25 @@ class Runner:
         else:
             hidden = self._forward(batch, on_layer)
         if len(batch.sample_rows) == len(hidden):
-            logits = self._model.logits(hidden).float().cpu()
+            logits = self._to_sample(scheduled, self._model.logits(hidden))
         elif len(batch.sample_rows):
-            logits = self._model.logits(hidden.index_select(0, batch.sample_rows)).float().cpu()
+            rows = hidden.index_select(0, batch.sample_rows)
+            logits = self._to_sample(scheduled, self._model.logits(rows))
         else:
             logits = torch.empty(0, self._model.config.vocab_size)
         return RunnerOutput(logits, hidden, self._prompt_logprobs(scheduled, hidden))
+
+    def _to_sample(self, scheduled: Sequence[ScheduledRequest], logits: Tensor) -> Tensor:
+        """The logits where their tokens are drawn: on the device, if nothing else is made of them.
+
+        NOTE: the next replay of a graph may overwrite them; they are sampled before.
+        """
+        stays = all(
+            can_draw(entry.request, self.ops) and not entry.num_drafts
+            for entry in scheduled
+            if entry.samples
+        )
+        return logits.float() if stays else logits.float().cpu()
 
     def _prompt_logprobs(
         self, scheduled: Sequence[ScheduledRequest], hidden: Tensor

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.device_draw import DeviceDraw
 from engine.draw import DrawParams, draw, uniforms, uses_top_k
 from engine.grammar import TokenMasks
 from engine.logprobs import TokenLogprobs, top_logprobs
@@ -33,9 +34,16 @@ class SamplerOutput:
 class Sampler:
     """Samples the next token of each request; keeps what depends on who is in the batch alone."""
 
-    def __init__(self, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        device_draw: DeviceDraw | None = None,
+    ) -> None:
+        """device_draw: draws from logits that are on its device; None: all are on the host."""
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
+        self._device_draw = device_draw
         self._batch: _Batch | None = None
 
     @torch.inference_mode()
@@ -57,11 +65,17 @@ class Sampler:
             )
         if not requests:
             return SamplerOutput([], [])
-        if self._batch is None or self._batch.requests != requests:
-            self._batch = _Batch(
-                requests, self._vocab_size, self._eos_token_ids, logits.device, self._batch
-            )
         batch = self._batch
+        if batch is None or batch.requests != requests or batch.device != logits.device:
+            on_device = self._device_draw
+            batch = self._batch = _Batch(
+                requests,
+                self._vocab_size,
+                self._eos_token_ids,
+                logits.device,
+                batch,
+                on_device if on_device is not None and on_device.suits(logits) else None,
+            )
         token_ids = batch.choose(batch.adjust(logits, masks)).tolist()
         return SamplerOutput(token_ids, batch.logprobs(logits, token_ids))
 
@@ -90,18 +104,21 @@ class _Batch:
         eos_token_ids: frozenset[int],
         device: torch.device,
         previous: "_Batch | None",
+        device_draw: DeviceDraw | None,
     ) -> None:
         self.requests = requests
-        self._device = device
+        self.device = device
+        self._device_draw = device_draw
         self._vocab_size = vocab_size
         self.penalties: Penalties = Penalties(requests, previous.penalties if previous else None)
         self._bias = _bias(requests, vocab_size, device)
         self._banned = _banned(requests, vocab_size, eos_token_ids)
         drawn = [row for row, r in enumerate(requests) if not _is_greedy(r.sampling)]
-        # Rows without top_k and top_p are drawn apart, to spare them the search for the largest.
-        narrow = [row for row in drawn if _is_narrowed(requests[row].sampling, vocab_size)]
-        plain = [row for row in drawn if not _is_narrowed(requests[row].sampling, vocab_size)]
-        self._groups = [self._group(rows) for rows in (plain, narrow) if rows]
+        # Rows without top_k and top_p are drawn apart, to spare them the search for the largest;
+        # and rows with top_k, since the device's operator takes it for all rows or none.
+        kinds = [_kind(requests[row].sampling, vocab_size) for row in drawn]
+        groups = [[r for r, k in zip(drawn, kinds, strict=True) if k == kind] for kind in range(3)]
+        self._groups = [self._group(rows) for rows in groups if rows]
         self._logprob_rows = [
             row for row, r in enumerate(requests) if r.sampling.num_logprobs is not None
         ]
@@ -123,7 +140,7 @@ class _Batch:
             repeated = [row for row, ids in bans for _ in ids]
             logits[repeated, [token_id for _, ids in bans for token_id in ids]] = float("-inf")
         if masks is not None:
-            blocked = torch.from_numpy(~masks.allowed).to(self._device)
+            blocked = torch.from_numpy(~masks.allowed).to(self.device)
             logits[masks.rows] = logits[masks.rows].masked_fill_(blocked, float("-inf"))
         return logits
 
@@ -153,24 +170,32 @@ class _Batch:
         requests = [self.requests[row] for row in rows]
         everything = len(rows) == len(self.requests)
         return _Group(
-            None if everything else torch.tensor(rows, device=self._device),
-            DrawParams.of([r.sampling for r in requests], self._vocab_size, self._device),
+            None if everything else torch.tensor(rows, device=self.device),
+            DrawParams.of(
+                [r.sampling for r in requests],
+                self._vocab_size,
+                self.device,
+                torch.float64 if self._device_draw is None else torch.float32,
+            ),
             requests,
             np.array([r.sampling.seed % 2**64 for r in requests], np.uint64),
         )
 
     def _draw(self, group: _Group, logits: Tensor) -> Tensor:
         positions = np.array([request.num_tokens for request in group.requests], np.uint64)
-        numbers = torch.from_numpy(uniforms(group.seeds, positions)).to(self._device)
-        return draw(logits, group.params, numbers)
+        numbers = torch.from_numpy(uniforms(group.seeds, positions))
+        if self._device_draw is not None:
+            return self._device_draw(logits, group.params, numbers)
+        return draw(logits, group.params, numbers.to(self.device))
 
 
 def _is_greedy(sampling: SamplingParams) -> bool:
     return sampling.temperature < _MIN_TEMPERATURE
 
 
-def _is_narrowed(sampling: SamplingParams, vocab_size: int) -> bool:
-    return sampling.top_p < 1.0 or uses_top_k(sampling, vocab_size)
+def _kind(sampling: SamplingParams, vocab_size: int) -> int:
+    """What narrows the row: 0 nothing, 1 top_p alone, 2 top_k."""
+    return 2 if uses_top_k(sampling, vocab_size) else int(sampling.top_p < 1.0)
 
 
 def _is_below_min_tokens(request: Request) -> bool:

@@ -21,6 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.device_draw import DeviceDraw
 from engine.grammar import TokenMasks
 from engine.layers.attention import OnLayer
 from engine.logprobs import TokenLogprobs
@@ -94,13 +95,16 @@ class Verifier:
         vocab_size: int,
         eos_token_ids: frozenset[int],
         masks: Masks | None = None,
+        device_draw: DeviceDraw | None = None,
     ) -> None:
+        """device_draw: see Sampler."""
         self._scheduler = scheduler
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._masks = masks
         # One per place behind the newest token: each keeps what belongs to its own requests.
-        self._samplers = [Sampler(vocab_size, eos_token_ids)]
+        self._device_draw = device_draw
+        self._samplers = [Sampler(vocab_size, eos_token_ids, device_draw)]
 
     def run(self, scheduled: Sequence[ScheduledRequest], logits: Tensor) -> list[SampledTokens]:
         """Sample and `Scheduler.update`, for each entry that samples, in order.
@@ -142,7 +146,7 @@ class Verifier:
 
     def _sampler(self, place: int) -> Sampler:
         if place == len(self._samplers):
-            self._samplers.append(Sampler(self._vocab_size, self._eos_token_ids))
+            self._samplers.append(Sampler(self._vocab_size, self._eos_token_ids, self._device_draw))
         return self._samplers[place]
 
 

@@ -16,7 +16,7 @@ import torch_npu.dynamo.torchair
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.ascend import attention, mla, routing
+from kernels.ascend import attention, mla, routing, sampling
 from kernels.ascend.attention import AttentionCall, Launch
 from kernels.ascend.linear import (
     NpuGroupedInt8Linear,
@@ -47,6 +47,8 @@ class NpuOps:
 
     name = "npu"
     num_spare_blocks = 1
+    samples_on_device = True
+    max_top_k = sampling.MAX_TOP_K
 
     def __init__(
         self,
@@ -343,6 +345,10 @@ class NpuOps:
         """See `Ops.silu_mul`."""
         out: Tensor = torch.ops.npu.npu_swiglu(gate_up)
         return out
+
+    def top_k_top_p(self, logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
+        """See `Ops.top_k_top_p`."""
+        return sampling.top_k_top_p(logits, top_k, top_p)
 
     def set_lent_threads(self, flags: Sequence[int]) -> None:
         """Nothing: these ops do not compute on threads of their own."""

@@ -82,6 +82,12 @@ class Ops(Protocol):
     cache_dtype: str
     """Of caches; a key of kvtransfer.layout.DTYPE_BYTES."""
 
+    samples_on_device: bool
+    """Whether logits stay on the device, where that suffices, and only tokens come to the host."""
+
+    max_top_k: int
+    """Of `top_k_top_p`."""
+
     def bind_thread(self) -> None:
         """Let the calling thread work with the device's memory; every thread says so for itself."""
         ...
@@ -298,6 +304,16 @@ class Ops(Protocol):
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """gate_up: [T, 2 I] -> silu(gate_up[:, :I]) * gate_up[:, I:], [T, I]."""
+        ...
+
+    def top_k_top_p(self, logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
+        """-inf in the place of what is not among the top_k largest, nor then in the nucleus top_p.
+
+        The nucleus: in ascending order, what comes after a sum of probabilities of 1 - top_p, and
+        the largest in any case. Values equal to the k-th stay. logits: [S, V] float32; top_k: [S]
+        int32 from 1 to max_top_k; top_p: [S] float32 from 0 to 1; one of them may be None.
+        Shaped like npu_top_k_top_p.
+        """
         ...
 
     def set_lent_threads(self, flags: Sequence[int]) -> None:

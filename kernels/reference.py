@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from kernels import mla
 from kernels.gating import Gating
+from kernels.narrowing import top_k_top_p
 from kernels.packed import PackedWeight
 from kernels.quantized import QuantizedWeight
 from kernels.routing import gating_topk
@@ -108,6 +109,8 @@ class ReferenceOps:
     num_spare_blocks = 0
     device = torch.device("cpu")
     cache_dtype = "float32"
+    samples_on_device = False
+    max_top_k = 2**31 - 1
 
     def bind_thread(self) -> None:
         """Nothing: memory of the host is every thread's."""
@@ -309,6 +312,10 @@ class ReferenceOps:
         """silu(first half) * second half."""
         gate, up = gate_up.chunk(2, dim=-1)
         return functional.silu(gate) * up
+
+    def top_k_top_p(self, logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
+        """See `Ops.top_k_top_p`."""
+        return top_k_top_p(logits, top_k, top_p)
 
     def set_lent_threads(self, flags: Sequence[int]) -> None:
         """Nothing: these ops do not compute on threads of their own."""

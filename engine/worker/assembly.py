@@ -7,6 +7,7 @@ from pathlib import Path
 
 from engine.adapters import Adapters
 from engine.block_manager import BlockManager
+from engine.device_draw import device_draw_of
 from engine.grammar import Grammars
 from engine.kv_events import KVEventLog
 from engine.models import CausalLM
@@ -125,7 +126,13 @@ def build_engine(
     grammars = Grammars(
         partial(load_vocabulary, Path(config.model_path)), model_config.vocab_size, eos_token_ids
     )
-    verifier = Verifier(scheduler, model_config.vocab_size, eos_token_ids, grammars.next_masks)
+    verifier = Verifier(
+        scheduler,
+        model_config.vocab_size,
+        eos_token_ids,
+        grammars.next_masks,
+        device_draw_of(part.ops),
+    )
     drafter = _drafter(config, part.model, scheduler, memory)
     steps = StepRunner(runner, verifier, grammars, counters, cores, drafter)
     return Engine(

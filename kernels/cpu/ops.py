@@ -10,6 +10,7 @@ from torch.nn import functional
 from kernels import mla
 from kernels.cpu.build import build
 from kernels.gating import Gating
+from kernels.narrowing import top_k_top_p
 from kernels.packed import PackedWeight
 from kernels.quantized import QuantizedWeight
 from kernels.reference import LinearPerGroup, ReferenceOps
@@ -100,6 +101,8 @@ class CpuOps:
     num_spare_blocks = 0
     device = torch.device("cpu")
     cache_dtype = "float32"
+    samples_on_device = False
+    max_top_k = 2**31 - 1
 
     def bind_thread(self) -> None:
         """Nothing: memory of the host is every thread's."""
@@ -286,6 +289,10 @@ class CpuOps:
         """See `Ops.silu_mul`."""
         result: Tensor = torch.ops.pdserve_cpu.silu_mul(gate_up)
         return result
+
+    def top_k_top_p(self, logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
+        """See `Ops.top_k_top_p`."""
+        return top_k_top_p(logits, top_k, top_p)
 
     def set_lent_threads(self, flags: Sequence[int]) -> None:
         """See `Ops.set_lent_threads`; torch's own number of threads comes on top."""

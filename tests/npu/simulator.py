@@ -7,25 +7,14 @@ module gives torch.ops.npu.* these CPU kernels.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-_library = torch.library.Library("npu", "IMPL", "CPU")
-
-
-def _kernel(name: str) -> Callable[[Callable[..., object]], Callable[..., object]]:
-    def register(function: Callable[..., object]) -> Callable[..., object]:
-        _library.impl(name, function)
-        return function
-
-    return register
-
-
-def _demand(condition: bool, what: str) -> None:
-    if not condition:
-        raise ValueError(f"simulated NPU: {what}")
+import tests.npu.simulator_sampling  # noqa: F401  (further operators)
+from tests.npu.simulation import demand as _demand
+from tests.npu.simulation import kernel as _kernel
 
 
 @_kernel("npu_rms_norm")
