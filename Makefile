@@ -3,6 +3,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
 PYTEST_ARGS ?= -m "not slow and not npu and not gpu"
+# Two pytest workers: half of the tests wait for processes of theirs while the other half compute.
+PYTEST_WORKERS ?= -n 2 --dist loadgroup --no-loadscope-reorder
 ARGS ?=
 PROTOS := protos/inference.proto protos/worker.proto
 
@@ -17,7 +19,7 @@ install: $(STAMPS)/runtime $(STAMPS)/dev
 
 # Test processes and the workers they start share few cores: waiting OpenMP threads must sleep, not spin.
 test: install
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest $(PYTEST_ARGS) $(ARGS)
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest $(PYTEST_WORKERS) $(PYTEST_ARGS) $(ARGS)
 
 # The Ascend path on the real torch_npu wheel; no NPU needed. See docs/npu.md.
 test-npu: $(NPU_VENV)/stamp

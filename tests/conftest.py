@@ -1,4 +1,4 @@
-"""What several rooms' tests share: one local Ray for the whole run."""
+"""What several rooms' tests share: one local Ray, and which tests may run side by side."""
 
 import os
 import shutil
@@ -11,6 +11,20 @@ import ray
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+
+ROOT = Path(__file__).parent
+FIRST = ("pdserve", "integration")
+"""Rooms whose tests mostly wait for processes; begun first, they leave no long tail."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With several pytest workers each file's tests stay together, as do all that start a Ray."""
+    for item in items:
+        file = item.path.relative_to(ROOT)
+        room = file.parts[0]
+        item.add_marker(pytest.mark.xdist_group(room if room == "pdserve" else str(file)))
+    order = {room: i for i, room in enumerate(FIRST)}
+    items.sort(key=lambda item: order.get(item.path.relative_to(ROOT).parts[0], len(FIRST)))
 
 
 @pytest.fixture(scope="session")

@@ -144,9 +144,10 @@ def test_each_prompt_alone_gives_the_same_tokens(
         num_blocks=NUM_BLOCKS_FOR_ALL,
         max_num_batched_tokens=max_num_batched_tokens,
     )
-    half = slice(max_num_batched_tokens == 64, None, 2)  # every other prompt, for time's sake
-    requests = make_requests(PROMPTS)[half]
+    # For time's sake a third each, of every length; in the service's tests others are alone.
+    third = slice(max_num_batched_tokens == 64, None, 3)
+    requests = make_requests(PROMPTS)[third]
     for request in requests:
         engine.generate([request])
         assert request.num_cached_tokens == 0
-    assert outputs(requests) == cold_batched[half]
+    assert outputs(requests) == cold_batched[third]

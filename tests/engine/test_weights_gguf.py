@@ -1,4 +1,3 @@
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -233,9 +232,7 @@ def test_the_packaged_model_is_what_transformers_own_loader_makes_of_it() -> Non
     config = load_model_config(path)
     model = build_model(config, select_ops("reference"))
     weights = named_weights(model)
-    start = time.process_time()
     load_weights(path, model)
-    load_cpu_s = time.process_time() - start
 
     expected = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=hf_smollm2())
     read = expected["config"]
@@ -248,7 +245,6 @@ def test_the_packaged_model_is_what_transformers_own_loader_makes_of_it() -> Non
     assert weights.keys() == expected["tensors"].keys()
     for name, tensor in weights.items():
         assert torch.equal(tensor, expected["tensors"][name]), name
-    assert load_cpu_s < 10, "two seconds of two threads, on a quiet machine"
 
 
 def test_another_architecture_is_refused(tmp_path: Path) -> None:

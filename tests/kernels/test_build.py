@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.cpu.build import BuildError, Toolchain, build, find_toolchain
+from kernels.cpu.build import SOURCE_DIR, BuildError, Toolchain, build, find_toolchain
 from kernels.ops import select_ops
 
 BUILD_TIMEOUT_S = 240
@@ -27,7 +27,19 @@ def _python(code: str, **env: str) -> subprocess.Popen[str]:
 
 
 def test_two_processes_that_build_at_once_share_one_library(tmp_path: Path) -> None:
-    code = f"from kernels.cpu.build import *; print(build(Path({str(tmp_path)!r})))"
+    compiler, cache = tmp_path / "c++", tmp_path / "cache"
+    # It notes each run and writes what it is asked for, late enough for the other to come.
+    compiler.write_text(
+        f"#!/bin/sh\necho run >> {tmp_path}/runs\nsleep 0.2\n"
+        'while [ "$1" != -o ]; do shift; done\necho library > "$2"\n'
+    )
+    compiler.chmod(0o755)
+    code = (
+        "from kernels.cpu.build import *\n"
+        f"compiler = {str(compiler)!r}\n"
+        "fake = Toolchain(compiler=compiler, compiler_version='x', capability='DEFAULT')\n"
+        f"print(build(Path({str(cache)!r}), fake))"
+    )
     builders = [_python(code) for _ in range(2)]
     try:
         results = [builder.communicate(timeout=BUILD_TIMEOUT_S) for builder in builders]
@@ -39,8 +51,10 @@ def test_two_processes_that_build_at_once_share_one_library(tmp_path: Path) -> N
     libraries = {out.strip() for out, _ in results}
     assert len(libraries) == 1
     library = Path(libraries.pop())
-    assert library.is_file()
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+    assert library.read_text() == "library\n"
+    num_sources = len(list(SOURCE_DIR.glob("*.cpp")))
+    assert len((tmp_path / "runs").read_text().splitlines()) == num_sources + 1  # and one link
+    assert sorted(path.name for path in cache.iterdir()) == sorted(
         [library.parent.name, f"{library.parent.name}.lock"]
     )
 
