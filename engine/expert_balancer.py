@@ -61,10 +61,8 @@ class ExpertBalancer:
         self._fixed: set[int] | None = None
         self._writes_heat = bool(eplb.heat_file) and parallel.config.rank == 0
         check_slots(config.num_experts, eplb.num_redundant_experts, self._group.size)
-        if self._group.size % eplb.num_nodes:
-            raise ValueError(
-                f"eplb.num_nodes is {eplb.num_nodes}, must divide ep_size {self._group.size}"
-            )
+        if problem := eplb.problem(self._group.size):
+            raise ValueError(problem)
         if eplb.mode != "off" and eplb.file:
             self._place(Path(eplb.file))
 

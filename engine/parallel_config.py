@@ -40,14 +40,17 @@ class EplbConfig:
     heat_file: str = ""
     """Where tokens per expert are written every interval_steps; empty: nowhere."""
 
-    def __post_init__(self) -> None:
-        if self.mode == "off" and self.num_redundant_experts:
-            raise ValueError(
-                f"eplb.num_redundant_experts is {self.num_redundant_experts}, eplb.mode is off: "
-                "use static or dynamic"
-            )
+    def problem(self, ep_size: int) -> str:
+        """What does not fit each other or this many ranks; empty: nothing."""
+        if self.is_on and ep_size == 1:
+            return "eplb is on, and ep is 1: experts are on every rank"
+        if self.mode == "off" and (self.num_redundant_experts or self.file):
+            return "eplb has a file or redundant experts, and eplb.mode is off: set it"
         if self.mode == "static" and not self.file:
-            raise ValueError("eplb.mode is static: eplb.file must name a placement or heat")
+            return "eplb.mode is static: eplb.file must name a placement or heat"
+        if ep_size % self.num_nodes:
+            return f"eplb.num_nodes is {self.num_nodes}: must divide ep, which is {ep_size}"
+        return ""
 
     @property
     def is_on(self) -> bool:

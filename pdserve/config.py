@@ -197,7 +197,9 @@ def worker_configs(
             "lease_s": config.lease_s,
             "transfer": config.transfer,
             "tiers": config.tiers,
-            "parallel": ParallelConfig(tp_size=role.tp, ep_size=role.ep, moe_comm=role.moe_comm),
+            "parallel": ParallelConfig(
+                tp_size=role.tp, ep_size=role.ep, moe_comm=role.moe_comm, eplb=role.eplb
+            ),
         }
 
     prefiller, decoder = config.prefiller, config.decoder
@@ -297,6 +299,8 @@ def _check_ranks(config: ServiceConfig) -> list[str]:
     for name, role in (("prefiller", config.prefiller), ("decoder", config.decoder)):
         if role.num_ranks % role.ep:
             problems.append(f"{name}.ep is {role.ep}: must divide the {role.num_ranks} ranks")
+        if problem := role.eplb.problem(role.ep):
+            problems.append(f"{name}: {problem}")
     return problems
 
 

@@ -1,11 +1,11 @@
 """What a user may say about the prefillers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from annotated_types import Ge, Le
 
-from engine.parallel_config import MoEComm
+from engine.parallel_config import EplbConfig, MoEComm
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,6 +20,8 @@ class PrefillerConfig:
     """Of these, how many share the experts; 1 splits every expert over tp instead."""
     moe_comm: MoEComm = "zero_redundancy"
     """How tokens get to the experts and back, with ep above 1."""
+    eplb: EplbConfig = field(default_factory=EplbConfig)
+    """How the experts' load is balanced over these ranks."""
     num_threads: Annotated[int, Ge(1), Le(1024)] | None = None
     """Compute threads of one rank; None shares the machine's cores over all ranks."""
     kv_cache_bytes: Annotated[int, Ge(1 << 20)] = 512 << 20

@@ -1135,6 +1135,8 @@ class WorkerStats(_message.Message):
     NUM_DRAFT_STEPS_FIELD_NUMBER: _builtins.int
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_MOVED_EXPERTS_FIELD_NUMBER: _builtins.int
+    EXPERT_IMBALANCE_FIELD_NUMBER: _builtins.int
     TIERS_FIELD_NUMBER: _builtins.int
     NUM_PROMOTED_BLOCKS_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
@@ -1171,6 +1173,10 @@ class WorkerStats(_message.Message):
     num_draft_tokens: _builtins.int
     num_accepted_tokens: _builtins.int
     """drafts that were right"""
+    num_moved_experts: _builtins.int
+    """copies of experts that changed their rank"""
+    expert_imbalance: _builtins.float
+    """at the last look: tokens of the hottest rank over the mean; 0: none yet"""
     num_promoted_blocks: _builtins.int
     """fetched from a tier into the KV cache"""
     @_builtins.property
@@ -1215,12 +1221,14 @@ class WorkerStats(_message.Message):
         num_draft_steps: _builtins.int = ...,
         num_draft_tokens: _builtins.int = ...,
         num_accepted_tokens: _builtins.int = ...,
+        num_moved_experts: _builtins.int = ...,
+        expert_imbalance: _builtins.float = ...,
         tiers: _abc.Iterable[Global___TierStats] | None = ...,
         num_promoted_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["eager_steps", b"eager_steps", "engine_id", b"engine_id", "failures", b"failures", "incarnation", b"incarnation", "num_accepted_tokens", b"num_accepted_tokens", "num_blocks", b"num_blocks", "num_computed_tokens", b"num_computed_tokens", "num_draft_steps", b"num_draft_steps", "num_draft_tokens", b"num_draft_tokens", "num_expired_leases", b"num_expired_leases", "num_free_blocks", b"num_free_blocks", "num_generated_tokens", b"num_generated_tokens", "num_graph_recompiles", b"num_graph_recompiles", "num_graph_replays", b"num_graph_replays", "num_held_blocks", b"num_held_blocks", "num_leases", b"num_leases", "num_pending_tokens", b"num_pending_tokens", "num_preemptions", b"num_preemptions", "num_promoted_blocks", b"num_promoted_blocks", "num_prompt_tokens", b"num_prompt_tokens", "num_quarantined_blocks", b"num_quarantined_blocks", "num_running", b"num_running", "num_stale_messages", b"num_stale_messages", "num_waiting", b"num_waiting", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "role", b"role", "tiers", b"tiers", "transfers", b"transfers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["eager_steps", b"eager_steps", "engine_id", b"engine_id", "expert_imbalance", b"expert_imbalance", "failures", b"failures", "incarnation", b"incarnation", "num_accepted_tokens", b"num_accepted_tokens", "num_blocks", b"num_blocks", "num_computed_tokens", b"num_computed_tokens", "num_draft_steps", b"num_draft_steps", "num_draft_tokens", b"num_draft_tokens", "num_expired_leases", b"num_expired_leases", "num_free_blocks", b"num_free_blocks", "num_generated_tokens", b"num_generated_tokens", "num_graph_recompiles", b"num_graph_recompiles", "num_graph_replays", b"num_graph_replays", "num_held_blocks", b"num_held_blocks", "num_leases", b"num_leases", "num_moved_experts", b"num_moved_experts", "num_pending_tokens", b"num_pending_tokens", "num_preemptions", b"num_preemptions", "num_promoted_blocks", b"num_promoted_blocks", "num_prompt_tokens", b"num_prompt_tokens", "num_quarantined_blocks", b"num_quarantined_blocks", "num_running", b"num_running", "num_stale_messages", b"num_stale_messages", "num_waiting", b"num_waiting", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "role", b"role", "tiers", b"tiers", "transfers", b"transfers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -46,6 +46,11 @@ _GAUGES: tuple[tuple[str, str, Callable[[worker_pb2.WorkerStats], float]], ...] 
         "Prompt tokens waiting to be computed",
         lambda s: s.num_pending_tokens,
     ),
+    (
+        "pdserve_expert_imbalance",
+        "Tokens of the hottest expert-parallel rank over the mean; 0: not looked at",
+        lambda s: s.expert_imbalance,
+    ),
 )
 
 _COUNTERS: tuple[tuple[str, str, Callable[[worker_pb2.WorkerStats], float]], ...] = (
@@ -70,6 +75,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[worker_pb2.WorkerStats], float]], ...
         "Draft tokens that were right",
         lambda s: s.num_accepted_tokens,
     ),
+    ("pdserve_moved_experts", "Experts that changed their rank", lambda s: s.num_moved_experts),
     ("pdserve_stale_messages", "Messages for ended attempts", lambda s: s.num_stale_messages),
     ("pdserve_expired_leases", "Leases that ran out", lambda s: s.num_expired_leases),
     ("pdserve_graph_replays", "Decode steps replayed from a graph", lambda s: s.num_graph_replays),

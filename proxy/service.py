@@ -171,6 +171,8 @@ def _worker_status(
         "num_draft_steps": stats.num_draft_steps,
         "num_draft_tokens": stats.num_draft_tokens,
         "num_accepted_tokens": stats.num_accepted_tokens,
+        "num_moved_experts": stats.num_moved_experts,
+        "expert_imbalance": stats.expert_imbalance,
         "num_stale_messages": stats.num_stale_messages,
         "num_expired_leases": stats.num_expired_leases,
         "num_pending_tokens": stats.num_pending_tokens,

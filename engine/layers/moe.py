@@ -53,7 +53,9 @@ class CorrectionBias(WeightedLayer):
 
 
 def _first_placement(config: MoEConfig, parallel: Parallel) -> ExpertPlacement:
-    num_redundant = parallel.config.eplb.num_redundant_experts if parallel.config.ep_size > 1 else 0
+    eplb = parallel.config.eplb
+    is_placed = parallel.config.ep_size > 1 and eplb.mode != "off"
+    num_redundant = eplb.num_redundant_experts if is_placed else 0
     if not num_redundant:
         return ExpertPlacement.contiguous(config.num_experts, parallel.ep.size)
     even = [1.0] * config.num_experts

@@ -110,7 +110,7 @@ def build_engine(
     runner = Runner(
         model, memory.k_caches, memory.v_caches, part.ops, config.block_size, forward, adapters
     )
-    counters = LoopCounters(forward=runner.forward_stats)
+    counters = LoopCounters(forward=runner.forward_stats, balance=part.model.balance_stats)
     hello = worker_pb2.WorkerHello(
         engine_id=config.engine_id,
         incarnation=start.incarnation,

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.block_manager import BlockManager
+from engine.expert_balancer import BalanceStats
 from engine.prefix_tiers import PrefixTiers
 from engine.runner import ForwardStats
 from engine.scheduler import Scheduler
@@ -25,6 +26,8 @@ class LoopCounters:
     failures: Counter[str] = field(default_factory=Counter)
     forward: ForwardStats = field(default_factory=ForwardStats)
     """The runner's own."""
+    balance: BalanceStats = field(default_factory=BalanceStats)
+    """The model's own."""
 
 
 def build_stats(
@@ -69,4 +72,6 @@ def build_stats(
         num_draft_steps=counters.drafts.num_steps,
         num_draft_tokens=counters.drafts.num_drafts,
         num_accepted_tokens=counters.drafts.num_accepted,
+        num_moved_experts=counters.balance.num_moved_experts,
+        expert_imbalance=counters.balance.imbalance,
     )

@@ -207,3 +207,18 @@ def test_what_is_stated_once_reaches_every_process() -> None:
     assert decoder.max_num_batched_tokens == 128
     proxy = proxy_config(config, model_path="/m", controller_address="a:1", token="t")
     assert (proxy.served_model_names, proxy.cluster_token) == (("m",), "t")
+
+
+def test_settings_of_expert_balance_that_do_not_fit_are_refused() -> None:
+    config = load("decoder.tp=4", "decoder.ep=4", "decoder.eplb.mode=dynamic")
+    assert parse_config(user_values(config)) == config
+    assert worker_configs(config, model_path="m", token="")[1].parallel.eplb.mode == "dynamic"
+    for settings, problem in (
+        (["decoder.eplb.mode=dynamic"], "decoder: eplb is on, and ep is 1"),
+        (["decoder.eplb.num_redundant_experts=2"], "eplb.mode is off"),
+        (["decoder.tp=2", "decoder.ep=2", "decoder.eplb.mode=static"], "eplb.file must name"),
+        (["decoder.eplb.mode=on"], "decoder.eplb.mode: .* one of"),
+        (["decoder.eplb.interval_steps=0"], "at least 1"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            load(*settings)
