@@ -189,11 +189,11 @@ class BenchEngine:
 
     def run(self) -> Iterator[tuple[int, float, float]]:
         """(tokens computed, seconds, of these not in the model) of each step until all is done."""
-        while self.engine.scheduler.has_work:
+        while self.engine.pools[0].scheduler.has_work:
             model_s = self._watch.total_s
             started_s = time.perf_counter()
-            scheduled = self.engine.scheduler.schedule().scheduled
-            emitted = self.engine.steps.run(scheduled)
+            scheduled = self.engine.pools[0].scheduler.schedule().scheduled
+            emitted = self.engine.steps.run([scheduled])
             for _, message in group_by_session(emitted, lambda key: 1):
                 message.SerializeToString()
             step_s = time.perf_counter() - started_s
@@ -206,9 +206,10 @@ class BenchEngine:
         Their prompts are not computed: what the cache holds makes no difference to the time.
         """
         for request in self.requests(batch, context - num_steps // 2, num_steps):
-            assert self.engine.blocks.allocate(request, request.num_tokens), "the cache is full"
+            blocks = self.engine.pools[0].blocks
+            assert blocks.allocate(request, request.num_tokens), "the cache is full"
             request.num_computed_tokens = request.num_tokens - 1
-            self.engine.scheduler.add_running(request)
+            self.engine.pools[0].scheduler.add_running(request)
         steps = list(self.run())
         assert all(num_tokens == batch for num_tokens, _, _ in steps), "not all steps are decodes"
         return StepTimes(*(statistics.median(step[i] for step in steps) for i in (1, 2)))
@@ -216,7 +217,7 @@ class BenchEngine:
     def prefill_s(self, tokens: int) -> float:
         """Time until the first token of a prompt that nobody shares."""
         for request in self.requests(1, tokens, 1):
-            self.engine.scheduler.add(request)
+            self.engine.pools[0].scheduler.add(request)
         return sum(step_s for _, step_s, _ in self.run())
 
 

@@ -7,6 +7,7 @@ import grpc
 
 from decoder.graph import graph_forward
 from decoder.loop import DecodeEvent, DecodeLoop
+from decoder.pool import DecodePool
 from engine.worker.assembly import build_engine
 from engine.worker.config import WorkerConfig
 from engine.worker.endpoint import Endpoint
@@ -39,26 +40,37 @@ def serve_decode(start: Start) -> Iterator[DecodeLoop]:
         )
         stack.callback(engine.close)
         endpoint: Endpoint[DecodeEvent] = Endpoint(start, engine)
-        receivers = EngineReceiver(engine.leading, endpoint.inbox.put)
+        parallel = config.parallel
+        receivers = [
+            EngineReceiver(dp_rank, engine.leading, parallel, endpoint.inbox.put)
+            for dp_rank in range(parallel.dp_size)
+        ]
         own = Receiver(
             engine.memory,
             engine_id=config.engine_id,
             incarnation=start.incarnation,
             config=config.transfer,
             token=config.cluster_token,
-            on_event=receivers.on_own_event,
+            on_event=receivers[0].on_own_event,
         )
         stack.callback(own.close)
-        receivers.lead(own)
+        receivers[0].lead(own)
 
         def add_link(server: grpc.aio.Server) -> None:
             worker_pb2_grpc.add_KVLinkServicer_to_server(own, server)
 
+        addresses = [start.address]
+        if engine.leading is not None:
+            addresses += engine.leading.follower_addresses
+        pools = [
+            DecodePool(
+                engine,
+                pool,
+                endpoint.intake.replies,
+                receiver,
+                addresses[dp_rank * parallel.tp_size : (dp_rank + 1) * parallel.tp_size],
+            )
+            for dp_rank, (pool, receiver) in enumerate(zip(engine.pools, receivers, strict=True))
+        ]
         endpoint.serve(add_link)
-        yield DecodeLoop(
-            engine=engine,
-            intake=endpoint.intake,
-            inbox=endpoint.inbox,
-            receiver=receivers,
-            rank_addresses=[start.address, *receivers.follower_addresses],
-        )
+        yield DecodeLoop(engine=engine, intake=endpoint.intake, inbox=endpoint.inbox, pools=pools)

@@ -16,8 +16,10 @@ class DecoderConfig:
     """Decoders at start; `pdserve scale` changes the number."""
     tp: Annotated[int, Ge(1), Le(64)] = 1
     """Processes that share every layer of one decoder; divides the model's heads and widths."""
+    dp: Annotated[int, Ge(1), Le(1024)] = 1
+    """Groups of tp processes in one decoder, each with requests and a KV cache of its own."""
     ep: Annotated[int, Ge(1), Le(1024)] = 1
-    """Of these, how many share the experts; 1 splits every expert over tp instead."""
+    """Of all these, how many share the experts; 1 splits every expert over tp instead."""
     moe_comm: MoEComm = "zero_redundancy"
     """How tokens get to the experts and back, with ep above 1."""
     eplb: EplbConfig = field(default_factory=EplbConfig)
@@ -25,13 +27,14 @@ class DecoderConfig:
     num_threads: Annotated[int, Ge(1), Le(1024)] | None = None
     """Compute threads of one rank; None shares the machine's cores over all ranks."""
     kv_cache_bytes: Annotated[int, Ge(1 << 20)] = 1 << 30
-    """Memory of one decoder's KV cache."""
+    """Memory of the KV cache of one rank."""
     num_blocks: Annotated[int, Ge(1)] | None = None
-    """Blocks of the KV cache, instead of kv_cache_bytes."""
+    """Blocks of the KV cache of one rank, instead of kv_cache_bytes."""
     max_num_seqs: Annotated[int, Ge(1), Le(65536)] = 64
-    """Sequences decoded in one step."""
+    """Sequences decoded in one step, by each group of tp processes."""
     max_prefill_tokens: Annotated[int, Ge(1), Le(1 << 20)] = 64
-    """Prompt tokens computed beside one decode step: short prompts, and requests that lost KV."""
+    """Prompt tokens that each group computes beside one decode step: of short prompts, and of
+    requests that lost KV."""
     graph_mode: Literal["auto", "eager", "native", "torchair", "aclgraph"] = "auto"
     """auto replays captured decode steps where the kernels can; eager never does."""
     max_num_waiting: Annotated[int, Ge(1), Le(1 << 20)] = 1024
@@ -40,4 +43,4 @@ class DecoderConfig:
     @property
     def num_ranks(self) -> int:
         """Processes of one decoder."""
-        return self.tp
+        return self.tp * self.dp

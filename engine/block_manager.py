@@ -80,6 +80,10 @@ class BlockManager:
         hashes = hash_blocks(token_ids, self.block_size, cache_salt)
         return self._find(hashes[: self._max_cached_blocks(len(token_ids))])
 
+    def num_matched(self, request: Request) -> int:
+        """Blocks that `attach_prefix` would find. Takes no reference."""
+        return len(self._match_request(request))
+
     def fits(self, request: Request, num_tokens: int, num_spare_blocks: int = 0) -> bool:
         """Whether `num_tokens` tokens of the request fit, with `num_spare_blocks` left free.
 

@@ -30,16 +30,19 @@ class CollectiveCounters:
     """Totals of one process by "group.kind", such as tp.all_reduce; written by its engine loop."""
 
     by_kind: dict[str, CollectiveCount] = field(default_factory=dict)
+    num_calls: int = 0
 
     def add(self, kind: str, num_bytes: int) -> None:
         """Count one call."""
+        self.num_calls += 1
         count = self.by_kind.setdefault(kind, CollectiveCount())
         count.calls += 1
         count.num_bytes += num_bytes
 
     def snapshot(self) -> dict[str, tuple[int, int]]:
         """(calls, bytes) of every kind so far."""
-        return {kind: (c.calls, c.num_bytes) for kind, c in self.by_kind.items()}
+        # NOTE: copied in one step, for a reader on another thread.
+        return {kind: (c.calls, c.num_bytes) for kind, c in list(self.by_kind.items())}
 
 
 def since(

@@ -145,49 +145,53 @@ class Runner:
         else:
             hidden = self._forward(batch, on_layer)
         if len(batch.sample_rows) == len(hidden):
-            logits = self._to_sample(scheduled, self._model.logits(hidden))
+            logits = to_sample(self.ops, scheduled, self._model.logits(hidden))
         elif len(batch.sample_rows):
             rows = hidden.index_select(0, batch.sample_rows)
-            logits = self._to_sample(scheduled, self._model.logits(rows))
+            logits = to_sample(self.ops, scheduled, self._model.logits(rows))
         else:
             logits = torch.empty(0, self._model.config.vocab_size)
-        return RunnerOutput(logits, hidden, self._prompt_logprobs(scheduled, hidden))
+        return RunnerOutput(logits, hidden, prompt_logprobs(self._model, scheduled, hidden))
 
-    def _to_sample(self, scheduled: Sequence[ScheduledRequest], logits: Tensor) -> Tensor:
-        """The logits where their tokens are drawn: on the device, if nothing else is made of them.
 
-        NOTE: the next replay of a graph may overwrite them; they are sampled before.
-        """
-        stays = all(
-            can_draw(entry.request, self.ops) and not entry.num_drafts
-            for entry in scheduled
-            if entry.samples
-        )
-        return logits.float() if stays else logits.float().cpu()
+def to_sample(ops: Ops, scheduled: Sequence[ScheduledRequest], logits: Tensor) -> Tensor:
+    """The logits where their tokens are drawn: on the device, if nothing else is made of them.
 
-    def _prompt_logprobs(
-        self, scheduled: Sequence[ScheduledRequest], hidden: Tensor
-    ) -> list[PromptLogprobs]:
-        outputs = []
-        first_row = 0
-        for entry in scheduled:
-            request, k = entry.request, entry.request.sampling.num_prompt_logprobs
-            start = request.num_computed_tokens + 1
-            stop = min(start + entry.num_tokens, request.num_prompt_tokens)
-            if k is not None and start < stop:
-                rows = hidden[first_row : first_row + stop - start]
-                entries = self._token_logprobs(rows, request.token_ids[start:stop], k)
-                outputs.append(PromptLogprobs(request, start, entries))
-            first_row += entry.num_tokens
-        return outputs
+    NOTE: the next replay of a graph may overwrite them; they are sampled before.
+    """
+    stays = all(
+        can_draw(entry.request, ops) and not entry.num_drafts
+        for entry in scheduled
+        if entry.samples
+    )
+    return logits.float() if stays else logits.float().cpu()
 
-    def _token_logprobs(
-        self, hidden: Tensor, token_ids: Sequence[int], k: int
-    ) -> list[TokenLogprobs]:
-        """A slice of rows at a time: logits of a whole prompt would take gigabytes."""
-        entries: list[TokenLogprobs] = []
-        for start in range(0, len(token_ids), _LOGPROB_ROWS):
-            stop = start + _LOGPROB_ROWS
-            logits = self._model.logits(hidden[start:stop]).float().cpu()
-            entries += top_logprobs(logits, token_ids[start:stop], k)
-        return entries
+
+def prompt_logprobs(
+    model: CausalLM, scheduled: Sequence[ScheduledRequest], hidden: Tensor
+) -> list[PromptLogprobs]:
+    """Those that the requests of a step ask for, of the tokens that it computes."""
+    outputs = []
+    first_row = 0
+    for entry in scheduled:
+        request, k = entry.request, entry.request.sampling.num_prompt_logprobs
+        start = request.num_computed_tokens + 1
+        stop = min(start + entry.num_tokens, request.num_prompt_tokens)
+        if k is not None and start < stop:
+            rows = hidden[first_row : first_row + stop - start]
+            entries = _token_logprobs(model, rows, request.token_ids[start:stop], k)
+            outputs.append(PromptLogprobs(request, start, entries))
+        first_row += entry.num_tokens
+    return outputs
+
+
+def _token_logprobs(
+    model: CausalLM, hidden: Tensor, token_ids: Sequence[int], k: int
+) -> list[TokenLogprobs]:
+    """A slice of rows at a time: logits of a whole prompt would take gigabytes."""
+    entries: list[TokenLogprobs] = []
+    for start in range(0, len(token_ids), _LOGPROB_ROWS):
+        stop = start + _LOGPROB_ROWS
+        logits = model.logits(hidden[start:stop]).float().cpu()
+        entries += top_logprobs(logits, token_ids[start:stop], k)
+    return entries

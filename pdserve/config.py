@@ -198,7 +198,11 @@ def worker_configs(
             "transfer": config.transfer,
             "tiers": config.tiers,
             "parallel": ParallelConfig(
-                tp_size=role.tp, ep_size=role.ep, moe_comm=role.moe_comm, eplb=role.eplb
+                tp_size=role.tp,
+                dp_size=role.dp,
+                ep_size=role.ep,
+                moe_comm=role.moe_comm,
+                eplb=role.eplb,
             ),
         }
 
@@ -284,12 +288,12 @@ def _check_cache(config: ServiceConfig) -> list[str]:
                 f"max_model_len {config.max_model_len} needs at least "
                 f"{-(-config.max_model_len // config.block_size)} blocks"
             )
-    total_bytes = sum(role.kv_cache_bytes * role.replicas for role in roles.values())
+    total_bytes = sum(r.kv_cache_bytes * r.replicas * r.num_ranks for r in roles.values())
     machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if config.is_local and total_bytes > machine_bytes:
         problems.append(
-            f"the KV caches (kv_cache_bytes times replicas) take {format_bytes(total_bytes)}, "
-            f"this machine has {format_bytes(machine_bytes)}"
+            f"the KV caches (kv_cache_bytes times replicas and ranks) take "
+            f"{format_bytes(total_bytes)}, this machine has {format_bytes(machine_bytes)}"
         )
     return problems
 
@@ -298,7 +302,10 @@ def _check_ranks(config: ServiceConfig) -> list[str]:
     problems = []
     for name, role in (("prefiller", config.prefiller), ("decoder", config.decoder)):
         if role.num_ranks % role.ep:
-            problems.append(f"{name}.ep is {role.ep}: must divide the {role.num_ranks} ranks")
+            problems.append(
+                f"{name}.ep is {role.ep}: must divide the {role.num_ranks} ranks, "
+                f"which is tp {role.tp} times dp {role.dp}"
+            )
         if problem := role.eplb.problem(role.ep):
             problems.append(f"{name}: {problem}")
     return problems

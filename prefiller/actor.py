@@ -11,6 +11,7 @@ from engine.worker.process import Start, WorkerProcess
 from engine.worker.ranks import Launcher
 from kvtransfer.connector import Sender
 from prefiller.loop import PrefillEvent, PrefillLoop
+from prefiller.pool import PrefillPool
 from protos import worker_pb2
 
 
@@ -39,10 +40,15 @@ def serve_prefill(start: Start) -> Iterator[PrefillLoop]:
         )
         stack.callback(sender.close)
         endpoint: Endpoint[PrefillEvent] = Endpoint(start, engine)
+        pools = [
+            PrefillPool(
+                engine,
+                pool,
+                endpoint.intake.replies,
+                EngineSender(dp_rank, None if dp_rank else sender, engine.leading, config),
+                endpoint.inbox.put,
+            )
+            for dp_rank, pool in enumerate(engine.pools)
+        ]
         endpoint.serve()
-        yield PrefillLoop(
-            engine=engine,
-            intake=endpoint.intake,
-            inbox=endpoint.inbox,
-            sender=EngineSender(sender, engine.leading, config.block_size),
-        )
+        yield PrefillLoop(engine=engine, intake=endpoint.intake, inbox=endpoint.inbox, pools=pools)

@@ -16,8 +16,10 @@ class PrefillerConfig:
     """Prefillers at start; `pdserve scale` changes the number."""
     tp: Annotated[int, Ge(1), Le(64)] = 1
     """Processes that share every layer of one prefiller; divides the model's heads and widths."""
+    dp: Annotated[int, Ge(1), Le(1024)] = 1
+    """Groups of tp processes in one prefiller, each with requests and a KV cache of its own."""
     ep: Annotated[int, Ge(1), Le(1024)] = 1
-    """Of these, how many share the experts; 1 splits every expert over tp instead."""
+    """Of all these, how many share the experts; 1 splits every expert over tp instead."""
     moe_comm: MoEComm = "zero_redundancy"
     """How tokens get to the experts and back, with ep above 1."""
     eplb: EplbConfig = field(default_factory=EplbConfig)
@@ -25,17 +27,17 @@ class PrefillerConfig:
     num_threads: Annotated[int, Ge(1), Le(1024)] | None = None
     """Compute threads of one rank; None shares the machine's cores over all ranks."""
     kv_cache_bytes: Annotated[int, Ge(1 << 20)] = 512 << 20
-    """Memory of one prefiller's KV cache."""
+    """Memory of the KV cache of one rank."""
     num_blocks: Annotated[int, Ge(1)] | None = None
-    """Blocks of the KV cache, instead of kv_cache_bytes."""
+    """Blocks of the KV cache of one rank, instead of kv_cache_bytes."""
     max_num_seqs: Annotated[int, Ge(1), Le(65536)] = 16
-    """Prompts computed at once."""
+    """Prompts computed at once, by each group of tp processes."""
     max_num_batched_tokens: Annotated[int, Ge(1), Le(1 << 20)] = 512
-    """Tokens of one step: the chunk of a long prompt."""
+    """Tokens of one step of each group of tp processes: the chunk of a long prompt."""
     max_num_waiting: Annotated[int, Ge(1), Le(1 << 20)] = 1024
     """Bound of the queue."""
 
     @property
     def num_ranks(self) -> int:
         """Processes of one prefiller."""
-        return self.tp
+        return self.tp * self.dp

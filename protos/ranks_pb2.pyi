@@ -99,6 +99,8 @@ class Forward(_message.Message):
     NUM_DECODE_TOKENS_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     PUSHES_FIELD_NUMBER: _builtins.int
+    WANTED_ROWS_FIELD_NUMBER: _builtins.int
+    GATHERS_FIELD_NUMBER: _builtins.int
     input_ids: _builtins.bytes
     positions: _builtins.bytes
     slot_mapping: _builtins.bytes
@@ -110,6 +112,10 @@ class Forward(_message.Message):
     num_decode_seqs: _builtins.int
     num_decode_tokens: _builtins.int
     step: _builtins.int
+    wanted_rows: _builtins.bytes
+    """of the result: what the leader needs of a DP rank that is not its own"""
+    gathers: _builtins.bool
+    """tp_rank 0 of every DP rank sends its wanted rows, however few"""
     @_builtins.property
     def pushes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Push]:
         """of every layer, once it is computed"""
@@ -129,10 +135,12 @@ class Forward(_message.Message):
         num_decode_tokens: _builtins.int = ...,
         step: _builtins.int = ...,
         pushes: _abc.Iterable[Global___Push] | None = ...,
+        wanted_rows: _builtins.bytes = ...,
+        gathers: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_table", b"block_table", "block_table_width", b"block_table_width", "context_lens", b"context_lens", "cu_seqlens_q", b"cu_seqlens_q", "input_ids", b"input_ids", "max_seqlen_q", b"max_seqlen_q", "num_decode_seqs", b"num_decode_seqs", "num_decode_tokens", b"num_decode_tokens", "positions", b"positions", "pushes", b"pushes", "slot_mapping", b"slot_mapping", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_table", b"block_table", "block_table_width", b"block_table_width", "context_lens", b"context_lens", "cu_seqlens_q", b"cu_seqlens_q", "gathers", b"gathers", "input_ids", b"input_ids", "max_seqlen_q", b"max_seqlen_q", "num_decode_seqs", b"num_decode_seqs", "num_decode_tokens", b"num_decode_tokens", "positions", b"positions", "pushes", b"pushes", "slot_mapping", b"slot_mapping", "step", b"step", "wanted_rows", b"wanted_rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -175,15 +183,18 @@ class Logits(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NUM_ROWS_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
     num_rows: _builtins.int
+    step: _builtins.int
     def __init__(
         self,
         *,
         num_rows: _builtins.int = ...,
+        step: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_rows", b"num_rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_rows", b"num_rows", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -322,6 +333,23 @@ class StopRank(_message.Message):
 Global___StopRank: _TypeAlias = StopRank  # noqa: Y015
 
 @_typing.final
+class Ping(_message.Message):
+    """Answered at once, whatever the rank computes: who does not is stopped, or its machine is away."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Ping: _TypeAlias = Ping  # noqa: Y015
+
+@_typing.final
 class RankCommand(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -334,6 +362,7 @@ class RankCommand(_message.Message):
     EXPECT_FIELD_NUMBER: _builtins.int
     CANCEL_EXPECTED_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
+    PING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___RankWelcome: ...
     @_builtins.property
@@ -352,6 +381,8 @@ class RankCommand(_message.Message):
     def cancel_expected(self) -> Global___CancelExpected: ...
     @_builtins.property
     def stop(self) -> Global___StopRank: ...
+    @_builtins.property
+    def ping(self) -> Global___Ping: ...
     def __init__(
         self,
         *,
@@ -364,12 +395,13 @@ class RankCommand(_message.Message):
         expect: Global___Expect | None = ...,
         cancel_expected: Global___CancelExpected | None = ...,
         stop: Global___StopRank | None = ...,
+        ping: Global___Ping | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_transfer", b"abort_transfer", "begin_transfer", b"begin_transfer", "cancel_expected", b"cancel_expected", "command", b"command", "expect", b"expect", "finish_transfer", b"finish_transfer", "forward", b"forward", "logits", b"logits", "stop", b"stop", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_transfer", b"abort_transfer", "begin_transfer", b"begin_transfer", "cancel_expected", b"cancel_expected", "command", b"command", "expect", b"expect", "finish_transfer", b"finish_transfer", "forward", b"forward", "logits", b"logits", "ping", b"ping", "stop", b"stop", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_transfer", b"abort_transfer", "begin_transfer", b"begin_transfer", "cancel_expected", b"cancel_expected", "command", b"command", "expect", b"expect", "finish_transfer", b"finish_transfer", "forward", b"forward", "logits", b"logits", "stop", b"stop", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_transfer", b"abort_transfer", "begin_transfer", b"begin_transfer", "cancel_expected", b"cancel_expected", "command", b"command", "expect", b"expect", "finish_transfer", b"finish_transfer", "forward", b"forward", "logits", b"logits", "ping", b"ping", "stop", b"stop", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["welcome", "forward", "logits", "begin_transfer", "finish_transfer", "abort_transfer", "expect", "cancel_expected", "stop"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["welcome", "forward", "logits", "begin_transfer", "finish_transfer", "abort_transfer", "expect", "cancel_expected", "stop", "ping"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -445,22 +477,49 @@ class RankStep(_message.Message):
 
     STEP_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
+    COLLECTIVES_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     done: _builtins.bool
     """else only received"""
+    @_builtins.property
+    def collectives(self) -> _containers.RepeatedCompositeFieldContainer[_worker_pb2.CollectiveCount]:
+        """so far; with done"""
+
     def __init__(
         self,
         *,
         step: _builtins.int = ...,
         done: _builtins.bool = ...,
+        collectives: _abc.Iterable[_worker_pb2.CollectiveCount] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["collectives", b"collectives", "done", b"done", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RankStep: _TypeAlias = RankStep  # noqa: Y015
+
+@_typing.final
+class Pong(_message.Message):
+    """How far a rank has come: of ranks that wait for each other, the one with the fewest calls is behind."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_COLLECTIVES_FIELD_NUMBER: _builtins.int
+    num_collectives: _builtins.int
+    def __init__(
+        self,
+        *,
+        num_collectives: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_collectives", b"num_collectives"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pong: _TypeAlias = Pong  # noqa: Y015
 
 @_typing.final
 class TransferEnded(_message.Message):
@@ -571,6 +630,7 @@ class RankEvent(_message.Message):
     ARRIVED_FIELD_NUMBER: _builtins.int
     NOT_ARRIVING_FIELD_NUMBER: _builtins.int
     QUIET_FIELD_NUMBER: _builtins.int
+    PONG_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def join(self) -> Global___RankJoin: ...
     @_builtins.property
@@ -589,6 +649,8 @@ class RankEvent(_message.Message):
     def not_arriving(self) -> Global___NotArriving: ...
     @_builtins.property
     def quiet(self) -> Global___Quiet: ...
+    @_builtins.property
+    def pong(self) -> Global___Pong: ...
     def __init__(
         self,
         *,
@@ -601,12 +663,13 @@ class RankEvent(_message.Message):
         arrived: Global___Arrived | None = ...,
         not_arriving: Global___NotArriving | None = ...,
         quiet: Global___Quiet | None = ...,
+        pong: Global___Pong | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["arrived", b"arrived", "event", b"event", "failed", b"failed", "join", b"join", "not_arriving", b"not_arriving", "progress", b"progress", "quiet", b"quiet", "ready", b"ready", "step", b"step", "transfer_ended", b"transfer_ended"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["arrived", b"arrived", "event", b"event", "failed", b"failed", "join", b"join", "not_arriving", b"not_arriving", "pong", b"pong", "progress", b"progress", "quiet", b"quiet", "ready", b"ready", "step", b"step", "transfer_ended", b"transfer_ended"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrived", b"arrived", "event", b"event", "failed", b"failed", "join", b"join", "not_arriving", b"not_arriving", "progress", b"progress", "quiet", b"quiet", "ready", b"ready", "step", b"step", "transfer_ended", b"transfer_ended"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrived", b"arrived", "event", b"event", "failed", b"failed", "join", b"join", "not_arriving", b"not_arriving", "pong", b"pong", "progress", b"progress", "quiet", b"quiet", "ready", b"ready", "step", b"step", "transfer_ended", b"transfer_ended"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["join", "progress", "ready", "failed", "step", "transfer_ended", "arrived", "not_arriving", "quiet"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["join", "progress", "ready", "failed", "step", "transfer_ended", "arrived", "not_arriving", "quiet", "pong"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

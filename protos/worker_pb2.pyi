@@ -1135,10 +1135,13 @@ class WorkerStats(_message.Message):
     NUM_DRAFT_STEPS_FIELD_NUMBER: _builtins.int
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
     NUM_MOVED_EXPERTS_FIELD_NUMBER: _builtins.int
     EXPERT_IMBALANCE_FIELD_NUMBER: _builtins.int
     TIERS_FIELD_NUMBER: _builtins.int
     NUM_PROMOTED_BLOCKS_FIELD_NUMBER: _builtins.int
+    COLLECTIVES_FIELD_NUMBER: _builtins.int
+    POOLS_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     incarnation: _builtins.int
     role: Global___Role.ValueType
@@ -1173,6 +1176,8 @@ class WorkerStats(_message.Message):
     num_draft_tokens: _builtins.int
     num_accepted_tokens: _builtins.int
     """drafts that were right"""
+    num_steps: _builtins.int
+    """forward passes"""
     num_moved_experts: _builtins.int
     """copies of experts that changed their rank"""
     expert_imbalance: _builtins.float
@@ -1191,6 +1196,14 @@ class WorkerStats(_message.Message):
 
     @_builtins.property
     def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierStats]: ...
+    @_builtins.property
+    def collectives(self) -> _containers.RepeatedCompositeFieldContainer[Global___CollectiveCount]:
+        """of every rank"""
+
+    @_builtins.property
+    def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolStats]:
+        """of every data-parallel rank; one has none"""
+
     def __init__(
         self,
         *,
@@ -1221,18 +1234,86 @@ class WorkerStats(_message.Message):
         num_draft_steps: _builtins.int = ...,
         num_draft_tokens: _builtins.int = ...,
         num_accepted_tokens: _builtins.int = ...,
+        num_steps: _builtins.int = ...,
         num_moved_experts: _builtins.int = ...,
         expert_imbalance: _builtins.float = ...,
         tiers: _abc.Iterable[Global___TierStats] | None = ...,
         num_promoted_blocks: _builtins.int = ...,
+        collectives: _abc.Iterable[Global___CollectiveCount] | None = ...,
+        pools: _abc.Iterable[Global___PoolStats] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["eager_steps", b"eager_steps", "engine_id", b"engine_id", "expert_imbalance", b"expert_imbalance", "failures", b"failures", "incarnation", b"incarnation", "num_accepted_tokens", b"num_accepted_tokens", "num_blocks", b"num_blocks", "num_computed_tokens", b"num_computed_tokens", "num_draft_steps", b"num_draft_steps", "num_draft_tokens", b"num_draft_tokens", "num_expired_leases", b"num_expired_leases", "num_free_blocks", b"num_free_blocks", "num_generated_tokens", b"num_generated_tokens", "num_graph_recompiles", b"num_graph_recompiles", "num_graph_replays", b"num_graph_replays", "num_held_blocks", b"num_held_blocks", "num_leases", b"num_leases", "num_moved_experts", b"num_moved_experts", "num_pending_tokens", b"num_pending_tokens", "num_preemptions", b"num_preemptions", "num_promoted_blocks", b"num_promoted_blocks", "num_prompt_tokens", b"num_prompt_tokens", "num_quarantined_blocks", b"num_quarantined_blocks", "num_running", b"num_running", "num_stale_messages", b"num_stale_messages", "num_waiting", b"num_waiting", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "role", b"role", "tiers", b"tiers", "transfers", b"transfers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["collectives", b"collectives", "eager_steps", b"eager_steps", "engine_id", b"engine_id", "expert_imbalance", b"expert_imbalance", "failures", b"failures", "incarnation", b"incarnation", "num_accepted_tokens", b"num_accepted_tokens", "num_blocks", b"num_blocks", "num_computed_tokens", b"num_computed_tokens", "num_draft_steps", b"num_draft_steps", "num_draft_tokens", b"num_draft_tokens", "num_expired_leases", b"num_expired_leases", "num_free_blocks", b"num_free_blocks", "num_generated_tokens", b"num_generated_tokens", "num_graph_recompiles", b"num_graph_recompiles", "num_graph_replays", b"num_graph_replays", "num_held_blocks", b"num_held_blocks", "num_leases", b"num_leases", "num_moved_experts", b"num_moved_experts", "num_pending_tokens", b"num_pending_tokens", "num_preemptions", b"num_preemptions", "num_promoted_blocks", b"num_promoted_blocks", "num_prompt_tokens", b"num_prompt_tokens", "num_quarantined_blocks", b"num_quarantined_blocks", "num_running", b"num_running", "num_stale_messages", b"num_stale_messages", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "pools", b"pools", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "role", b"role", "tiers", b"tiers", "transfers", b"transfers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerStats: _TypeAlias = WorkerStats  # noqa: Y015
+
+@_typing.final
+class CollectiveCount(_message.Message):
+    """How often one rank made one kind of collective call, and what it sent in all."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    NUM_CALLS_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    kind: _builtins.str
+    """group.operation, such as tp.all_reduce"""
+    num_calls: _builtins.int
+    num_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        kind: _builtins.str = ...,
+        num_calls: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "num_bytes", b"num_bytes", "num_calls", b"num_calls", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CollectiveCount: _TypeAlias = CollectiveCount  # noqa: Y015
+
+@_typing.final
+class PoolStats(_message.Message):
+    """One data-parallel rank of an engine."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_RUNNING_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_FIELD_NUMBER: _builtins.int
+    NUM_HELD_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_DUMMY_STEPS_FIELD_NUMBER: _builtins.int
+    NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    num_running: _builtins.int
+    num_waiting: _builtins.int
+    num_held_blocks: _builtins.int
+    num_dummy_steps: _builtins.int
+    """steps in which it had no request and others did"""
+    num_preemptions: _builtins.int
+    def __init__(
+        self,
+        *,
+        num_running: _builtins.int = ...,
+        num_waiting: _builtins.int = ...,
+        num_held_blocks: _builtins.int = ...,
+        num_dummy_steps: _builtins.int = ...,
+        num_preemptions: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_dummy_steps", b"num_dummy_steps", "num_held_blocks", b"num_held_blocks", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_waiting", b"num_waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolStats: _TypeAlias = PoolStats  # noqa: Y015
 
 @_typing.final
 class TierStats(_message.Message):

@@ -1,6 +1,7 @@
 """Metrics of one proxy, and the last reported state of its workers, in Prometheus' text format."""
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -78,6 +79,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[worker_pb2.WorkerStats], float]], ...
     ("pdserve_moved_experts", "Experts that changed their rank", lambda s: s.num_moved_experts),
     ("pdserve_stale_messages", "Messages for ended attempts", lambda s: s.num_stale_messages),
     ("pdserve_expired_leases", "Leases that ran out", lambda s: s.num_expired_leases),
+    ("pdserve_steps", "Forward passes", lambda s: s.num_steps),
     ("pdserve_graph_replays", "Decode steps replayed from a graph", lambda s: s.num_graph_replays),
     (
         "pdserve_graph_recompiles",
@@ -89,6 +91,22 @@ _COUNTERS: tuple[tuple[str, str, Callable[[worker_pb2.WorkerStats], float]], ...
 _BY_REASON: tuple[tuple[str, str, Callable[[worker_pb2.WorkerStats], Mapping[str, int]]], ...] = (
     ("pdserve_worker_failures", "Failed attempts", lambda s: s.failures),
     ("pdserve_eager_steps", "Steps computed without a graph", lambda s: s.eager_steps),
+)
+
+_COLLECTIVES: tuple[tuple[str, str, Callable[[worker_pb2.CollectiveCount], float]], ...] = (
+    ("pdserve_collective_calls", "Collective calls of a rank", lambda c: c.num_calls),
+    ("pdserve_collective_bytes", "Bytes that a rank sent in them", lambda c: c.num_bytes),
+)
+
+_POOL_GAUGES: tuple[tuple[str, str, Callable[[worker_pb2.PoolStats], float]], ...] = (
+    ("pdserve_dp_requests_running", "Sequences running on a rank", lambda p: p.num_running),
+    ("pdserve_dp_requests_waiting", "Sequences waiting on a rank", lambda p: p.num_waiting),
+    ("pdserve_dp_kv_blocks_held", "KV blocks of a rank held", lambda p: p.num_held_blocks),
+)
+
+_POOL_COUNTERS: tuple[tuple[str, str, Callable[[worker_pb2.PoolStats], float]], ...] = (
+    ("pdserve_dp_dummy_steps", "Steps in which a rank had nothing", lambda p: p.num_dummy_steps),
+    ("pdserve_dp_preemptions", "Preemptions on a rank", lambda p: p.num_preemptions),
 )
 
 _TRANSFERS: tuple[tuple[str, str, Callable[[worker_pb2.TransferPeerStats], float]], ...] = (
@@ -250,18 +268,41 @@ class _StateCollector(Collector):
         for name, text, read_transfer in _TRANSFERS:
             moved = CounterMetricFamily(name, text, labels=[*labels, "peer", "transport"])
             for stats in all_stats:
+                # A peer of several ranks is one peer here: label sets must not be repeated.
+                sums: defaultdict[tuple[str, str], float] = defaultdict(float)
                 for peer in stats.transfers:
-                    moved.add_metric(
-                        [*self._labels(stats), peer.peer_engine_id, peer.transport],
-                        read_transfer(peer),
-                    )
+                    sums[peer.peer_engine_id, peer.transport] += read_transfer(peer)
+                for peer_labels, value in sums.items():
+                    moved.add_metric([*self._labels(stats), *peer_labels], value)
             yield moved
+        yield from self._rank_metrics(all_stats)
         for name, text, read_reasons in _BY_REASON:
             counter = CounterMetricFamily(name, text, labels=[*labels, "reason"])
             for stats in all_stats:
                 for reason, count in read_reasons(stats).items():
                     counter.add_metric([*self._labels(stats), reason], count)
             yield counter
+
+    def _rank_metrics(self, all_stats: Sequence[worker_pb2.WorkerStats]) -> Iterator[Metric]:
+        """Of the ranks of one worker."""
+        labels = ["role", "engine_id", "model_name"]
+        for name, text, read in _COLLECTIVES:
+            counter = CounterMetricFamily(name, text, labels=[*labels, "rank", "kind"])
+            for stats in all_stats:
+                for count in stats.collectives:
+                    values = [*self._labels(stats), str(count.rank), count.kind]
+                    counter.add_metric(values, read(count))
+            yield counter
+        for make, metrics in (
+            (GaugeMetricFamily, _POOL_GAUGES),
+            (CounterMetricFamily, _POOL_COUNTERS),
+        ):
+            for name, text, read_pool in metrics:
+                family = make(name, text, labels=[*labels, "dp_rank"])
+                for stats in all_stats:
+                    for dp_rank, pool in enumerate(stats.pools):
+                        family.add_metric([*self._labels(stats), str(dp_rank)], read_pool(pool))
+                yield family
 
     def _labels(self, stats: worker_pb2.WorkerStats) -> list[str]:
         return [_ROLE_NAMES.get(stats.role, "unknown"), stats.engine_id, self._model]

@@ -180,6 +180,17 @@ def _worker_status(
         "num_graph_replays": stats.num_graph_replays,
         "num_graph_recompiles": stats.num_graph_recompiles,
         "eager_steps": dict(stats.eager_steps),
+        "num_steps": stats.num_steps,
+        "data_parallel_ranks": [
+            {
+                "num_running": pool.num_running,
+                "num_waiting": pool.num_waiting,
+                "num_held_blocks": pool.num_held_blocks,
+                "num_dummy_steps": pool.num_dummy_steps,
+                "num_preemptions": pool.num_preemptions,
+            }
+            for pool in stats.pools
+        ],
         "transfers": [
             {
                 "peer": peer.peer_engine_id,

@@ -1,6 +1,7 @@
 """From a worker's configuration to its engine: weights, KV cache, scheduler, runner, sampler."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,14 +24,23 @@ from engine.weights.vocabulary import load_vocabulary
 from engine.worker.config import WorkerConfig
 from engine.worker.convert import layout_to_proto
 from engine.worker.cores import CoreShares
+from engine.worker.counters import LoopCounters
+from engine.worker.lockstep import Lockstep, SingleStep, StepModel
 from engine.worker.process import Start
-from engine.worker.rank_part import Leading, build_parts
-from engine.worker.stats import LoopCounters
-from engine.worker.step import StepRunner
+from engine.worker.rank_part import Leading, RankPart, build_parts
+from engine.worker.step import RankSampler, StepRunner
 from kvtransfer.registration import KVMemory
 from kvtransfer.tiers.base import TierStack
 from kvtransfer.tiers.loading import load_tiers
 from protos import worker_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """The requests and the blocks of one data-parallel rank."""
+
+    blocks: BlockManager
+    scheduler: Scheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +49,10 @@ class Engine:
 
     hello: worker_pb2.WorkerHello
     memory: KVMemory
-    blocks: BlockManager
-    scheduler: Scheduler
+    """Of the leader's own rank."""
+    pools: Sequence[Pool]
+    """By data-parallel rank; the first is the leader's own."""
+    model: StepModel
     steps: StepRunner
     counters: LoopCounters
     cores: CoreShares | None
@@ -76,48 +88,40 @@ def build_engine(
     config = start.config
     _check_ranks(config)
     part, leading = build_parts(start, role)
-    model: CausalLM = part.model if leading is None else leading.model
     model_config, memory, num_blocks = part.model_config, part.memory, part.num_blocks
     tiers = _open_tiers(config, memory, num_blocks, role)
     kv_events = KVEventLog()
-    blocks = BlockManager(num_blocks, config.block_size, [tiers, kv_events])
     max_model_len = min(
         config.max_model_len or model_config.max_position_embeddings,
         model_config.max_position_embeddings,
         num_blocks * config.block_size,
     )
     eos_token_ids = model_config.eos_token_ids
-    scheduler = Scheduler(
-        SchedulerConfig(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_prefill_tokens=config.max_prefill_tokens,
-            max_num_waiting=config.max_num_waiting,
-            max_model_len=max_model_len,
-            num_draft_tokens=config.num_draft_tokens,
-            prefill_only=role == worker_pb2.ROLE_PREFILLER,
-        ),
-        blocks,
-        eos_token_ids=eos_token_ids,
+    scheduler_config = SchedulerConfig(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_prefill_tokens=config.max_prefill_tokens,
+        max_num_waiting=config.max_num_waiting,
+        max_model_len=max_model_len,
+        num_draft_tokens=config.num_draft_tokens,
+        prefill_only=role == worker_pb2.ROLE_PREFILLER,
     )
-    forward = None
-    # NOTE: collectives cannot be captured and replayed on CPUs.
-    if make_forward is not None and leading is None:
-        max_blocks = -(-max_model_len // config.block_size)
-        caches = ForwardMemory(memory.k_caches, memory.v_caches, config.max_num_seqs, max_blocks)
-        forward = make_forward(part.model, part.ops, caches)
+
+    def pool() -> Pool:
+        blocks = BlockManager(num_blocks, config.block_size, [tiers, kv_events])
+        return Pool(blocks, Scheduler(scheduler_config, blocks, eos_token_ids=eos_token_ids))
+
+    pools = [pool() for _ in range(config.parallel.dp_size)]
     adapters = Adapters(part.model) if leading is None else None
-    runner = Runner(
-        model, memory.k_caches, memory.v_caches, part.ops, config.block_size, forward, adapters
-    )
-    counters = LoopCounters(forward=runner.forward_stats, balance=part.model.balance_stats)
+    step_model = _step_model(config, part, leading, max_model_len, make_forward, adapters)
+    counters = LoopCounters(forward=step_model.forward_stats, balance=part.model.balance_stats)
     hello = worker_pb2.WorkerHello(
         engine_id=config.engine_id,
         incarnation=start.incarnation,
         role=role,
         model=config.model_name,
         layout=layout_to_proto(memory.layout),
-        num_blocks=num_blocks,
+        num_blocks=num_blocks * len(pools),
         max_model_len=max_model_len,
         vocab_size=model_config.vocab_size,
         transport=transport,
@@ -126,20 +130,20 @@ def build_engine(
     grammars = Grammars(
         partial(load_vocabulary, Path(config.model_path)), model_config.vocab_size, eos_token_ids
     )
-    verifier = Verifier(
-        scheduler,
-        model_config.vocab_size,
-        eos_token_ids,
-        grammars.next_masks,
-        device_draw_of(part.ops),
-    )
-    drafter = _drafter(config, part.model, scheduler, memory)
-    steps = StepRunner(runner, verifier, grammars, counters, cores, drafter)
+
+    def sampler(scheduler: Scheduler) -> RankSampler:
+        vocab_size, masks = model_config.vocab_size, grammars.next_masks
+        draw = device_draw_of(part.ops)
+        verifier = Verifier(scheduler, vocab_size, eos_token_ids, masks, draw)
+        return RankSampler(verifier, _drafter(config, part.model, scheduler, memory))
+
+    samplers = [sampler(pool.scheduler) for pool in pools]
+    steps = StepRunner(step_model, part.ops, samplers, grammars, counters, cores)
     return Engine(
         hello=hello,
         memory=memory,
-        blocks=blocks,
-        scheduler=scheduler,
+        pools=pools,
+        model=step_model,
         steps=steps,
         counters=counters,
         cores=cores,
@@ -149,6 +153,28 @@ def build_engine(
         leading=leading,
         adapters=adapters,
     )
+
+
+def _step_model(
+    config: WorkerConfig,
+    part: RankPart,
+    leading: Leading | None,
+    max_model_len: int,
+    make_forward: MakeForward | None,
+    adapters: Adapters | None,
+) -> StepModel:
+    memory, block_size = part.memory, config.block_size
+    caches = memory.k_caches, memory.v_caches
+    if leading is not None and config.parallel.dp_size > 1:
+        return Lockstep(leading.model, *caches, part.ops, block_size)
+    forward = None
+    # NOTE: collectives cannot be captured and replayed on CPUs.
+    if make_forward is not None and leading is None:
+        max_blocks = -(-max_model_len // block_size)
+        room = ForwardMemory(*caches, config.max_num_seqs, max_blocks)
+        forward = make_forward(part.model, part.ops, room)
+    model: CausalLM = part.model if leading is None else leading.model
+    return SingleStep(Runner(model, *caches, part.ops, block_size, forward, adapters))
 
 
 def _open_tiers(

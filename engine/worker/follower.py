@@ -22,8 +22,9 @@ from engine.parallel import Parallel, join, leave
 from engine.request import RequestKey
 from engine.worker.config import WorkerConfig
 from engine.worker.convert import key_from_proto, key_to_proto
-from engine.worker.leading_model import forward_from_proto
+from engine.worker.leading_model import forward_from_proto, ints_from_bytes
 from engine.worker.rank_part import RankPart, build_part
+from engine.worker.ranks import collectives_to_proto
 from engine.worker.server import ServerThread
 from engine.worker.wire import Wire, WireClosed
 from kvtransfer.connector import (
@@ -149,6 +150,8 @@ class _Commands:
         self._part = part
         self._parallel = parallel
         self._transfers = transfers
+        self._hidden = torch.empty(0)
+        self._collectives_before = 0
         self._queue: queue.SimpleQueue[ranks_pb2.RankCommand] = queue.SimpleQueue()
 
     @torch.inference_mode()
@@ -161,7 +164,7 @@ class _Commands:
                 case "forward":
                     self._forward(command.forward)
                 case "logits":
-                    self._logits(command.logits.num_rows)
+                    self._logits(command.logits)
                 case "finish_transfer":
                     self._transfers.finish(key_from_proto(command.finish_transfer.key))
                 case "abort_transfer":
@@ -199,6 +202,9 @@ class _Commands:
                     first_block=expect.first_block,
                     num_tokens=expect.num_tokens,
                 )
+            case "ping":
+                calls = self._parallel.counters.num_calls - self._collectives_before
+                self._wire.send(_event(pong=ranks_pb2.Pong(num_collectives=calls)))
             case "cancel_expected" if receiver is not None:
                 receiver.cancel(key_from_proto(command.cancel_expected.key))
             case _:
@@ -206,16 +212,32 @@ class _Commands:
         return True
 
     def _forward(self, forward: ranks_pb2.Forward) -> None:
-        self._wire.send(_event(step=ranks_pb2.RankStep(step=forward.step)))
-        memory = self._part.memory
+        self._begin_step(forward.step)
+        memory, parallel = self._part.memory, self._parallel
         input_ids, positions, kv = forward_from_proto(forward, memory.k_caches, memory.v_caches)
         on_layer = self._transfers.pusher(list(forward.pushes))
-        self._part.model(input_ids, positions, kv, on_layer)
-        self._wire.send(_event(step=ranks_pb2.RankStep(step=forward.step, done=True)))
+        self._hidden = hidden = self._part.model(input_ids, positions, kv, on_layer)
+        if forward.gathers and parallel.tp.rank == 0:
+            wanted = hidden.index_select(0, ints_from_bytes(forward.wanted_rows).to(hidden.device))
+            size = parallel.dp.size
+            parallel.dp.all_to_all(wanted, [len(wanted)] + [0] * (size - 1), [0] * size)
+        self._end_step(forward.step)
 
-    def _logits(self, num_rows: int) -> None:
-        hidden = torch.empty(num_rows, self._part.model.config.hidden_size)
-        self._part.model.logits(self._parallel.tp.broadcast(hidden, 0))
+    def _logits(self, logits: ranks_pb2.Logits) -> None:
+        self._begin_step(logits.step)
+        model = self._part.model
+        hidden = self._hidden.new_empty(logits.num_rows, model.config.hidden_size)
+        model.logits(self._parallel.tp.broadcast(hidden, 0))
+        self._end_step(logits.step)
+
+    def _begin_step(self, step: int) -> None:
+        self._collectives_before = self._parallel.counters.num_calls
+        self._wire.send(_event(step=ranks_pb2.RankStep(step=step)))
+
+    def _end_step(self, step: int) -> None:
+        config, counters = self._parallel.config, self._parallel.counters
+        counts = collectives_to_proto(config.rank, counters)
+        self._wire.send(_event(step=ranks_pb2.RankStep(step=step, done=True, collectives=counts)))
 
 
 def _transfers(

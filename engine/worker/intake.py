@@ -109,7 +109,8 @@ class Intake:
 
     def resync_kv(self, session_id: int) -> None:
         """Tell one proxy all of it."""
-        events = self._engine.kv_events.snapshot(self._engine.blocks.findable())
+        hashes = [h for pool in self._engine.pools for h in pool.blocks.findable()]
+        events = self._engine.kv_events.snapshot(hashes)
         self.replies.answer(session_id, worker_pb2.WorkerMessage(kv_events=events))
 
     def of_session(self, session_id: int) -> list[RequestKey]:
@@ -141,17 +142,15 @@ class Intake:
         return found
 
     def stats(
-        self, transfers: Sequence[worker_pb2.TransferPeerStats], num_pending: int = 0
+        self,
+        transfers: Sequence[worker_pb2.TransferPeerStats],
+        num_pending: Sequence[int] | None = None,
     ) -> worker_pb2.WorkerStats:
-        """The worker's state between two steps; see `build_stats`."""
-        engine = self._engine
-        return build_stats(
-            engine.hello,
-            engine.counters,
-            engine.scheduler,
-            engine.blocks,
-            num_leases=len(self._leases),
-            num_pending=num_pending,
-            transfers=transfers,
-            tiers=engine.tiers,
-        )
+        """The worker's state between two steps.
+
+        num_pending: by data-parallel rank, the requests that wait outside its scheduler.
+        """
+        stats = build_stats(self._engine, num_pending or [0] * len(self._engine.pools))
+        stats.num_leases = len(self._leases)
+        stats.transfers.extend(transfers)
+        return stats

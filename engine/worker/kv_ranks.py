@@ -1,15 +1,19 @@
-"""Sender and Receiver of an engine: those of the leader's own rank, and those of its followers.
+"""Sender and Receiver of a data-parallel rank: those of the ranks that share its layers, one of
+which may be the leader's own.
 
 A transfer is over when it is over on every rank; KV has arrived when every rank has its part. What
 the loop sees is what one Sender or Receiver would report.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
+from engine.parallel_config import ParallelConfig
 from engine.request import RequestKey
+from engine.worker.config import WorkerConfig
 from engine.worker.convert import key_from_proto, key_to_proto
+from engine.worker.leading_model import followers_of
 from engine.worker.rank_part import Leading
 from engine.worker.ranks import Ranks
 from kvtransfer.connector import (
@@ -31,34 +35,44 @@ _LEADER = 0
 
 
 class EngineTransfer:
-    """A transfer by all ranks; see kvtransfer.Transfer."""
+    """A transfer by all ranks of a data-parallel one; see kvtransfer.Transfer."""
 
-    def __init__(self, key: RequestKey, ranks: Ranks | None, on_done: OnDone) -> None:
+    def __init__(
+        self, key: RequestKey, ranks: Ranks | None, followers: Collection[int], on_done: OnDone
+    ) -> None:
         self.key = key
         self.block_indices = range(0)
         """Numbers of the writer's blocks of the prompt that some rank of the target wants."""
         self.own: Transfer | None = None
+        """The leader's, if it takes part."""
         self._ranks = ranks
+        self._followers = followers
         self._on_done = on_done
         self._lock = threading.Lock()
-        self._num_open = 1 + len(ranks.others if ranks else ())
+        self._num_open = len(followers)
         self._results: list[TransferResult] = []
+
+    def begin(self, sender: Sender | None, target: worker_pb2.KVTarget) -> None:
+        """Start every part; `sender`: the leader's, if it takes part."""
+        self._num_open += sender is not None
+        begin = ranks_pb2.BeginTransfer(key=key_to_proto(self.key), target=target)
+        self._tell(ranks_pb2.RankCommand(begin_transfer=begin))
+        if sender is not None:
+            self.own = sender.begin(self.key, target, self.on_rank_done)
 
     def finish(self) -> None:
         """State that nothing more will be pushed."""
-        if self._ranks is not None:
-            finish = ranks_pb2.FinishTransfer(key=key_to_proto(self.key))
-            self._ranks.send(ranks_pb2.RankCommand(finish_transfer=finish))
-        assert self.own is not None
-        self.own.finish()
+        finish = ranks_pb2.FinishTransfer(key=key_to_proto(self.key))
+        self._tell(ranks_pb2.RankCommand(finish_transfer=finish))
+        if self.own is not None:
+            self.own.finish()
 
     def abort(self, reason: str) -> None:
         """Give it up."""
-        if self._ranks is not None:
-            abort = ranks_pb2.AbortTransfer(key=key_to_proto(self.key), reason=reason)
-            self._ranks.send(ranks_pb2.RankCommand(abort_transfer=abort))
-        assert self.own is not None
-        self.own.abort(reason)
+        abort = ranks_pb2.AbortTransfer(key=key_to_proto(self.key), reason=reason)
+        self._tell(ranks_pb2.RankCommand(abort_transfer=abort))
+        if self.own is not None:
+            self.own.abort(reason)
 
     def on_rank_done(self, result: TransferResult) -> None:
         """One rank's part is over; any thread."""
@@ -77,19 +91,32 @@ class EngineTransfer:
             )
         )
 
+    def _tell(self, command: ranks_pb2.RankCommand) -> None:
+        if self._ranks is not None:
+            self._ranks.send(command, self._followers)
+
 
 class EngineSender:
-    """The writers of all ranks; used by the loop thread."""
+    """The writers of all ranks of a data-parallel one; used by the loop thread."""
 
-    def __init__(self, sender: Sender, leading: Leading | None, block_size: int) -> None:
+    def __init__(
+        self,
+        dp_rank: int,
+        sender: Sender | None,
+        leading: Leading | None,
+        config: WorkerConfig,
+    ) -> None:
+        """sender: the leader's, for its own data-parallel rank."""
+        self._dp_rank = dp_rank
         self._sender = sender
-        self._block_size = block_size
+        self._block_size = config.block_size
         self._model = leading.model if leading else None
         self._ranks = leading.ranks if leading else None
+        self._followers = followers_of(config.parallel, dp_rank)
         self._transfers: dict[RequestKey, EngineTransfer] = {}
         self._lock = threading.Lock()
         if self._ranks is not None:
-            self._ranks.listen(self._take)
+            self._ranks.listen(self._take, self._followers)
 
     def begin(
         self, key: RequestKey, target: worker_pb2.KVTarget, on_done: OnDone
@@ -101,14 +128,11 @@ class EngineSender:
                 self._transfers.pop(key, None)
             on_done(result)
 
-        transfer = EngineTransfer(key, self._ranks, conclude)
+        transfer = EngineTransfer(key, self._ranks, self._followers, conclude)
+        transfer.block_indices = _wanted_blocks(target, self._block_size)
         with self._lock:
             self._transfers[key] = transfer
-        if self._ranks is not None:
-            begin = ranks_pb2.BeginTransfer(key=key_to_proto(key), target=target)
-            self._ranks.send(ranks_pb2.RankCommand(begin_transfer=begin))
-        transfer.block_indices = _wanted_blocks(target, self._block_size)
-        transfer.own = self._sender.begin(key, target, transfer.on_rank_done)
+        transfer.begin(self._sender, target)
         return transfer
 
     def pusher(self, pushes: Sequence[tuple[EngineTransfer, Sequence[BlockCopy]]]) -> OnLayer:
@@ -118,6 +142,7 @@ class EngineSender:
         """
         if self._model is not None:
             self._model.push_with_next(
+                self._dp_rank,
                 [
                     ranks_pb2.Push(
                         key=key_to_proto(transfer.key),
@@ -125,13 +150,12 @@ class EngineSender:
                         block_indices=[copy.block_index for copy in copies],
                     )
                     for transfer, copies in pushes
-                ]
+                ],
             )
         plan = []
         for transfer, copies in pushes:
-            own = transfer.own
-            assert own is not None
-            plan.append((own, [c for c in copies if c.block_index in own.block_indices]))
+            if (own := transfer.own) is not None:
+                plan.append((own, [c for c in copies if c.block_index in own.block_indices]))
 
         def push_layer(layer_idx: int) -> None:
             for transfer, copies in plan:
@@ -140,8 +164,8 @@ class EngineSender:
         return push_layer
 
     def stats(self) -> list[worker_pb2.TransferPeerStats]:
-        """Of the leader's rank."""
-        return self._sender.stats()
+        """Of the leader's rank, if it is one of these."""
+        return [] if self._sender is None else self._sender.stats()
 
     def _take(self, rank: int, event: ranks_pb2.RankEvent) -> None:
         assert event.WhichOneof("event") == "transfer_ended", f"rank {rank} sent {event}"
@@ -176,30 +200,30 @@ class _Arrival:
 
 
 class EngineReceiver:
-    """The readers of all ranks."""
+    """The readers of all ranks of a data-parallel one."""
 
-    def __init__(self, leading: Leading | None, emit: Callable[[ReceiveEvent], None]) -> None:
+    def __init__(
+        self,
+        dp_rank: int,
+        leading: Leading | None,
+        config: ParallelConfig,
+        emit: Callable[[ReceiveEvent], None],
+    ) -> None:
         """`emit` must be cheap; it is called in the order of events, from several threads."""
-        self._receiver: Receiver | None = None
-        self.follower_addresses = leading.follower_addresses if leading else ()
-        """Where their readers listen, by rank."""
+        self._own: Receiver | None = None
         self._ranks = ranks = leading.ranks if leading else None
         self._emit = emit
-        self._all = {_LEADER, *(ranks.others if ranks else ())}
+        self._followers = set(followers_of(config, dp_rank))
+        self._all = self._followers | ({_LEADER} if dp_rank == 0 else set())
         self._lock = threading.RLock()
         self._arrivals: dict[RequestKey, _Arrival] = {}
         if ranks is not None:
-            ranks.listen(self._take)
+            ranks.listen(self._take, self._followers)
 
     def lead(self, receiver: Receiver) -> None:
-        """Take the leader's own, which reports to `on_own_event`."""
-        self._receiver = receiver
-
-    @property
-    def own(self) -> Receiver:
-        """The leader's."""
-        assert self._receiver is not None, "lead() comes first"
-        return self._receiver
+        """Take the leader's own, which reports to `on_own_event`, before anything is expected."""
+        assert _LEADER in self._all, "the leader is of another data-parallel rank"
+        self._own = receiver
 
     def expect(
         self,
@@ -219,8 +243,9 @@ class EngineReceiver:
                 first_block=first_block,
                 num_tokens=num_tokens,
             )
-            self._ranks.send(ranks_pb2.RankCommand(expect=expect))
-        self.own.expect(key, block_ids, first_block=first_block, num_tokens=num_tokens)
+            self._ranks.send(ranks_pb2.RankCommand(expect=expect), self._followers)
+        if self._own is not None:
+            self._own.expect(key, block_ids, first_block=first_block, num_tokens=num_tokens)
 
     def cancel(self, key: RequestKey) -> None:
         """See Receiver.cancel: exactly one KVQuiet follows."""
@@ -231,8 +256,8 @@ class EngineReceiver:
                 self._cancel_ranks(key, arrival, self._all - arrival.cancelled)
 
     def stats(self) -> list[worker_pb2.TransferPeerStats]:
-        """Of the leader's rank."""
-        return self.own.stats().transfers
+        """Of the leader's rank, if it is one of these."""
+        return [] if self._own is None else self._own.stats().transfers
 
     def on_own_event(self, event: ReceiveEvent) -> None:
         """What the leader's own Receiver reports."""
@@ -301,5 +326,5 @@ class EngineReceiver:
         if followers and self._ranks is not None:
             cancel = ranks_pb2.CancelExpected(key=key_to_proto(key))
             self._ranks.send(ranks_pb2.RankCommand(cancel_expected=cancel), followers)
-        if _LEADER in ranks:
-            self.own.cancel(key)
+        if _LEADER in ranks and self._own is not None:
+            self._own.cancel(key)

@@ -10,27 +10,49 @@ from engine.config import ModelConfig
 from engine.layers.attention import OnLayer
 from engine.models import CausalLM
 from engine.parallel import Parallel
+from engine.parallel_config import ParallelConfig
 from engine.worker.ranks import Ranks
 from protos import ranks_pb2
 
 
 class LeadingModel:
-    """Implements engine.models.CausalLM; used by the engine's loop thread alone."""
+    """Implements engine.models.CausalLM; used by the engine's loop thread alone.
+
+    Calls are for an engine with one data-parallel rank; see lockstep for several.
+    """
 
     def __init__(self, model: CausalLM, parallel: Parallel, ranks: Ranks) -> None:
-        self._model = model
-        self._parallel = parallel
+        self.own = model
+        """The leader's part."""
+        self.parallel = parallel
         self._ranks = ranks
-        self._pushes: Sequence[ranks_pb2.Push] = ()
+        self._pushes: dict[int, Sequence[ranks_pb2.Push]] = {}
 
     @property
     def config(self) -> ModelConfig:
         """Of the whole model."""
-        return self._model.config
+        return self.own.config
 
-    def push_with_next(self, pushes: Sequence[ranks_pb2.Push]) -> None:
-        """Let the followers push these blocks, layer by layer, in the next forward pass."""
-        self._pushes = pushes
+    def push_with_next(self, dp_rank: int, pushes: Sequence[ranks_pb2.Push]) -> None:
+        """Let the followers of a data-parallel rank push these blocks, layer by layer, in the next
+        forward pass.
+        """
+        self._pushes[dp_rank] = pushes
+
+    def start(self, forwards: Sequence[ranks_pb2.Forward]) -> None:
+        """Let the followers begin a forward pass, those of data-parallel rank i with forwards[i];
+        the leader has to join in with its own part.
+        """
+        config = self.parallel.config
+        for dp_rank, pushes in self._pushes.items():
+            forwards[dp_rank].pushes.extend(pushes)
+        self._pushes.clear()
+        self._ranks.send_steps(
+            [
+                (followers_of(config, dp_rank), ranks_pb2.RankCommand(forward=forward))
+                for dp_rank, forward in enumerate(forwards)
+            ]
+        )
 
     def __call__(
         self,
@@ -40,20 +62,32 @@ class LeadingModel:
         on_layer: OnLayer | None = None,
     ) -> Tensor:
         """See CausalLM."""
-        forward = forward_to_proto(input_ids, positions, kv)
-        forward.pushes.extend(self._pushes)
-        self._pushes = ()
-        self._ranks.send_step(forward)
-        return self._model(input_ids, positions, kv, on_layer)
+        self.start([forward_to_proto(input_ids, positions, kv)])
+        return self.own(input_ids, positions, kv, on_layer)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See CausalLM."""
+        """See CausalLM; computed by the leader's data-parallel rank."""
         hidden = hidden.contiguous()
-        self._ranks.send(ranks_pb2.RankCommand(logits=ranks_pb2.Logits(num_rows=len(hidden))))
-        return self._model.logits(self._parallel.tp.broadcast(hidden, 0))
+        logits = ranks_pb2.Logits(num_rows=len(hidden))
+        helpers = followers_of(self.parallel.config, 0)
+        self._ranks.send_steps([(helpers, ranks_pb2.RankCommand(logits=logits))])
+        return self.own.logits(self.parallel.tp.broadcast(hidden, 0))
 
 
-def forward_to_proto(input_ids: Tensor, positions: Tensor, kv: KVBatch) -> ranks_pb2.Forward:
+def followers_of(config: ParallelConfig, dp_rank: int) -> range:
+    """The ranks of a data-parallel rank, the leader apart."""
+    first = dp_rank * config.tp_size
+    return range(max(first, 1), first + config.tp_size)
+
+
+def forward_to_proto(
+    input_ids: Tensor,
+    positions: Tensor,
+    kv: KVBatch,
+    wanted_rows: Tensor | None = None,
+    *,
+    gathers: bool = False,
+) -> ranks_pb2.Forward:
     """A batch on the wire; the caches are each rank's own."""
     return ranks_pb2.Forward(
         input_ids=_to_bytes(input_ids),
@@ -66,6 +100,8 @@ def forward_to_proto(input_ids: Tensor, positions: Tensor, kv: KVBatch) -> ranks
         max_seqlen_q=kv.max_seqlen_q,
         num_decode_seqs=kv.num_decode_seqs,
         num_decode_tokens=kv.num_decode_tokens,
+        wanted_rows=b"" if wanted_rows is None else _to_bytes(wanted_rows),
+        gathers=gathers,
     )
 
 
@@ -73,23 +109,31 @@ def forward_from_proto(
     forward: ranks_pb2.Forward, k_caches: Sequence[Tensor], v_caches: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, KVBatch]:
     """(input_ids, positions, kv): inverse of `forward_to_proto`, with this rank's caches."""
+    device = next((cache.device for cache in k_caches), torch.device("cpu"))
     kv = KVBatch(
         k_caches=k_caches,
         v_caches=v_caches,
-        slot_mapping=_from_bytes(forward.slot_mapping),
-        block_table=_from_bytes(forward.block_table).view(-1, forward.block_table_width),
-        cu_seqlens_q=_from_bytes(forward.cu_seqlens_q),
-        context_lens=_from_bytes(forward.context_lens),
+        slot_mapping=ints_from_bytes(forward.slot_mapping).to(device),
+        block_table=ints_from_bytes(forward.block_table)
+        .view(-1, forward.block_table_width)
+        .to(device),
+        # NOTE: lengths stay on the host, as in engine.batch.
+        cu_seqlens_q=ints_from_bytes(forward.cu_seqlens_q),
+        context_lens=ints_from_bytes(forward.context_lens),
         max_seqlen_q=forward.max_seqlen_q,
         num_decode_seqs=forward.num_decode_seqs,
         num_decode_tokens=forward.num_decode_tokens,
     )
-    return _from_bytes(forward.input_ids), _from_bytes(forward.positions), kv
+    input_ids = ints_from_bytes(forward.input_ids).to(device)
+    return input_ids, ints_from_bytes(forward.positions).to(device), kv
+
+
+def ints_from_bytes(values: bytes) -> Tensor:
+    """[N] int32 of a field of Forward."""
+    if not values:
+        return torch.empty(0, dtype=torch.int32)
+    return torch.frombuffer(bytearray(values), dtype=torch.int32)
 
 
 def _to_bytes(values: Tensor) -> bytes:
-    return values.contiguous().numpy().tobytes()
-
-
-def _from_bytes(values: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(values), dtype=torch.int32)
+    return values.cpu().contiguous().numpy().tobytes()

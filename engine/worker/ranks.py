@@ -13,24 +13,31 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from engine.collectives import CollectiveCounters
 from engine.parallel import Parallel, join, leave
 from engine.worker.config import WorkerConfig
+from engine.worker.watchdog import Progress, blame
 from engine.worker.wire import Wire, WireClosed
 from protos import ranks_pb2, worker_pb2
 
 _JOIN_TIMEOUT_S = 120.0
 _WATCH_INTERVAL_S = 0.5
+_PONG_TIMEOUT_S = 1.0
 _STOP_TIMEOUT_S = 5.0
 
 _log = logging.getLogger(__name__)
 
 OnEvent = Callable[[int, ranks_pb2.RankEvent], None]
 """on_event(rank, event): from the thread that reads the rank's connection."""
+
+
+def _ignore(rank: int, event: ranks_pb2.RankEvent) -> None:
+    """Until somebody listens."""
 
 
 class Launcher(Protocol):
@@ -53,13 +60,11 @@ class Launcher(Protocol):
 class _Follower:
     rank: int
     wire: Wire
-    ready: threading.Event
+    progress: Progress
+    ready: threading.Event = field(default_factory=threading.Event)
     error: str = ""
     link_address: str = ""
-    received: int = 0
-    done: int = 0
-    since_s: float = 0.0
-    """When it last finished a step, or was given one while it had none."""
+    on_event: OnEvent = field(default=_ignore)
 
 
 class Ranks:
@@ -80,9 +85,10 @@ class Ranks:
         self._config = config
         self._launcher = launcher
         self._on_lost = on_lost
-        self._on_event: OnEvent = _ignore
         self._followers: dict[int, _Follower] = {}
         self._step = 0
+        self._parallel = Parallel()
+        self._collectives_before = 0
         self._closing = threading.Event()
         self._store = TCPStore(config.host, 0, None, True, wait_for_workers=False)
         try:
@@ -99,7 +105,8 @@ class Ranks:
     def join(self) -> Parallel:
         """Build this rank's groups, with the followers."""
         timeout_s = 2 * self._config.rank_timeout_s  # the watchdog speaks first
-        return join(self._config.parallel, self._store, timeout_s=timeout_s)
+        self._parallel = join(self._config.parallel, self._store, timeout_s=timeout_s)
+        return self._parallel
 
     def wait_ready(self) -> list[str]:
         """Wait until every follower has loaded; the addresses of their KVLink services.
@@ -112,40 +119,51 @@ class Ranks:
                 raise RuntimeError(f"rank {follower.rank}: {follower.error}")
         return [f.link_address for _, f in sorted(self._followers.items())]
 
-    def listen(self, on_event: OnEvent) -> None:
-        """Pass what the followers' transfers report to on_event."""
-        self._on_event = on_event
+    def listen(self, on_event: OnEvent, ranks: Collection[int]) -> None:
+        """Pass what these followers' transfers report to on_event."""
+        for rank in ranks:
+            self._followers[rank].on_event = on_event
 
-    def send(self, command: ranks_pb2.RankCommand, ranks: Collection[int] | None = None) -> None:
-        """Command these followers, or all; returns at once unless their buffers are full."""
+    def send(self, command: ranks_pb2.RankCommand, ranks: Collection[int]) -> None:
+        """Command these followers; returns at once unless their buffers are full."""
         frame = command.SerializeToString()
-        for follower in self._followers.values():
-            if ranks is not None and follower.rank not in ranks:
-                continue
+        for rank in ranks:
             with suppress(WireClosed):  # whoever reads the connection sees its end
-                follower.wire.send(frame)
+                self._followers[rank].wire.send(frame)
 
-    def send_step(self, forward: ranks_pb2.Forward) -> None:
-        """Command a forward pass, and watch that it comes to an end."""
+    def send_steps(self, steps: Sequence[tuple[Collection[int], ranks_pb2.RankCommand]]) -> None:
+        """Command what ranks compute together, each of them one of the commands, and watch that it
+        comes to an end. Numbers the commands.
+        """
         now_s = time.monotonic()
         self._step += 1
-        forward.step = self._step
-        for follower in self._followers.values():
-            if follower.done == self._step - 1:
-                follower.since_s = now_s
-        self.send(ranks_pb2.RankCommand(forward=forward))
+        self._collectives_before = self._parallel.counters.num_calls
+        for ranks, command in steps:
+            step = command.forward if command.HasField("forward") else command.logits
+            step.step = self._step
+            for rank in ranks:
+                self._followers[rank].progress.give(self._step, now_s)
+            self.send(command, ranks)
 
     @property
     def others(self) -> Sequence[int]:
         """The followers' ranks."""
         return sorted(self._followers)
 
+    @property
+    def collectives(self) -> list[worker_pb2.CollectiveCount]:
+        """Every rank's totals, the leader's first."""
+        found = collectives_to_proto(0, self._parallel.counters)
+        for rank in self.others:
+            found.extend(self._followers[rank].progress.collectives)
+        return found
+
     def close(self) -> None:
         """Stop the followers; a second call does nothing."""
         if self._closing.is_set():
             return
         self._closing.set()
-        self.send(ranks_pb2.RankCommand(stop=ranks_pb2.StopRank()))
+        self.send(ranks_pb2.RankCommand(stop=ranks_pb2.StopRank()), self.others)
         leave()
         self._launcher.close()
         for follower in self._followers.values():
@@ -193,7 +211,7 @@ class Ranks:
             store_port=self._store.port,
         )
         wire.send(ranks_pb2.RankCommand(welcome=welcome).SerializeToString())
-        self._followers[rank] = _Follower(rank, wire, threading.Event())
+        self._followers[rank] = _Follower(rank, wire, Progress(rank))
 
     def _read(self, follower: _Follower) -> None:
         try:
@@ -216,36 +234,52 @@ class Ranks:
                 follower.error = event.failed.error
                 follower.ready.set()
             case "step" if event.step.done:
-                follower.done, follower.since_s = event.step.step, time.monotonic()
+                follower.progress.collectives = event.step.collectives
+                follower.progress.done = event.step.step
+                follower.progress.since_s = time.monotonic()
             case "step":
-                follower.received = event.step.step
+                follower.progress.received = event.step.step
+            case "pong":
+                follower.progress.num_collectives = event.pong.num_collectives
             case "progress":
                 pass
             case _:
-                self._on_event(follower.rank, event)
+                follower.on_event(follower.rank, event)
 
     def _watch(self) -> None:
         while not self._closing.wait(_WATCH_INTERVAL_S):
-            if late := self._late(time.monotonic()):
-                self._on_lost(late)
-                return
+            if self._late():
+                self._ask_late_ranks()
+                # NOTE: a step may have ended meanwhile: slow is not stuck.
+                if late := self._late():
+                    self._on_lost(self._verdict(late))
+                    return
 
-    def _late(self, now_s: float) -> str:
-        step, timeout_s = self._step, self._config.rank_timeout_s
-        late = [
-            f
-            for f in self._followers.values()
-            if f.done < step and now_s - f.since_s > timeout_s and f.since_s
-        ]
-        if not late:
-            return ""
-        # NOTE: those that have begun wait for the one that has not; only it is to blame.
-        names = [f.rank for f in late if f.received <= f.done] or [f.rank for f in late]
+    def _late(self) -> list[Progress]:
+        now_s, timeout_s = time.monotonic(), self._config.rank_timeout_s
+        all_progress = [f.progress for f in self._followers.values()]
+        return [p for p in all_progress if p.is_late(now_s, timeout_s)]
+
+    def _ask_late_ranks(self) -> None:
+        for progress in self._late():
+            progress.num_collectives = None
+            self.send(ranks_pb2.RankCommand(ping=ranks_pb2.Ping()), [progress.rank])
+        self._closing.wait(_PONG_TIMEOUT_S)
+
+    def _verdict(self, late: Sequence[Progress]) -> str:
+        own = self._parallel.counters.num_calls - self._collectives_before
+        names = ", ".join(map(str, blame(late, own)))
         return (
-            f"rank {', '.join(map(str, sorted(names)))} is late: step {step} has not ended "
-            f"within {timeout_s} s"
+            f"rank {names} is late: step {max(p.sent for p in late)} has not ended "
+            f"within {self._config.rank_timeout_s} s"
         )
 
 
-def _ignore(rank: int, event: ranks_pb2.RankEvent) -> None:
-    """Until somebody listens."""
+def collectives_to_proto(
+    rank: int, counters: CollectiveCounters
+) -> list[worker_pb2.CollectiveCount]:
+    """Totals of one rank."""
+    return [
+        worker_pb2.CollectiveCount(rank=rank, kind=kind, num_calls=calls, num_bytes=num_bytes)
+        for kind, (calls, num_bytes) in counters.snapshot().items()
+    ]

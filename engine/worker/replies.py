@@ -4,9 +4,9 @@ import time
 
 from engine.request import RequestKey
 from engine.worker.convert import key_to_proto
+from engine.worker.counters import LoopCounters
 from engine.worker.leases import Leases
 from engine.worker.session import Outbox
-from engine.worker.stats import LoopCounters
 from engine.worker.step import Emitted, group_by_session
 from protos import worker_pb2
 

@@ -1,68 +1,37 @@
-"""What a worker counts about its own loop, as one message."""
+"""What a worker knows about its own loop, as one message."""
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 
-from engine.block_manager import BlockManager
-from engine.expert_balancer import BalanceStats
-from engine.prefix_tiers import PrefixTiers
-from engine.runner import ForwardStats
-from engine.scheduler import Scheduler
-from engine.speculation import DraftCounters
+from engine.worker.assembly import Engine
 from protos import worker_pb2
 
 
-@dataclass(slots=True)
-class LoopCounters:
-    """Totals since the start; written by the engine loop only."""
-
-    num_computed_tokens: int = 0
-    num_prompt_tokens: int = 0
-    num_generated_tokens: int = 0
-    num_stale_messages: int = 0
-    num_expired_leases: int = 0
-    drafts: DraftCounters = field(default_factory=DraftCounters)
-    failures: Counter[str] = field(default_factory=Counter)
-    forward: ForwardStats = field(default_factory=ForwardStats)
-    """The runner's own."""
-    balance: BalanceStats = field(default_factory=BalanceStats)
-    """The model's own."""
-
-
-def build_stats(
-    hello: worker_pb2.WorkerHello,
-    counters: LoopCounters,
-    scheduler: Scheduler,
-    blocks: BlockManager,
-    *,
-    num_leases: int,
-    num_pending: int,
-    transfers: Sequence[worker_pb2.TransferPeerStats],
-    tiers: PrefixTiers,
-) -> worker_pb2.WorkerStats:
-    """The worker's state between two steps; `num_pending` requests wait outside the scheduler."""
-    return worker_pb2.WorkerStats(
+def build_stats(engine: Engine, num_pending: Sequence[int]) -> worker_pb2.WorkerStats:
+    """The engine's state between two steps; num_pending: by data-parallel rank, the requests that
+    wait outside its scheduler.
+    """
+    hello, counters, tiers = engine.hello, engine.counters, engine.tiers
+    schedulers = [pool.scheduler for pool in engine.pools]
+    blocks = [pool.blocks for pool in engine.pools]
+    stats = worker_pb2.WorkerStats(
         engine_id=hello.engine_id,
         incarnation=hello.incarnation,
         role=hello.role,
-        num_running=scheduler.num_running,
-        num_waiting=scheduler.num_waiting + num_pending,
-        num_blocks=blocks.num_blocks,
-        num_free_blocks=blocks.num_free_blocks,
-        num_held_blocks=blocks.num_held_blocks,
-        num_quarantined_blocks=blocks.num_quarantined_blocks,
-        num_leases=num_leases,
+        num_running=sum(s.num_running for s in schedulers),
+        num_waiting=sum(s.num_waiting for s in schedulers) + sum(num_pending),
+        num_blocks=sum(b.num_blocks for b in blocks),
+        num_free_blocks=sum(b.num_free_blocks for b in blocks),
+        num_held_blocks=sum(b.num_held_blocks for b in blocks),
+        num_quarantined_blocks=sum(b.num_quarantined_blocks for b in blocks),
         num_computed_tokens=counters.num_computed_tokens,
         num_prompt_tokens=counters.num_prompt_tokens,
         num_generated_tokens=counters.num_generated_tokens,
-        num_preemptions=scheduler.num_preemptions,
-        prefix_cache_queries=blocks.prefix_cache_queries,
-        prefix_cache_hits=blocks.prefix_cache_hits,
+        num_preemptions=sum(s.num_preemptions for s in schedulers),
+        prefix_cache_queries=sum(b.prefix_cache_queries for b in blocks),
+        prefix_cache_hits=sum(b.prefix_cache_hits for b in blocks),
         num_stale_messages=counters.num_stale_messages,
         num_expired_leases=counters.num_expired_leases,
-        transfers=transfers,
-        num_pending_tokens=scheduler.num_pending_tokens,
+        num_pending_tokens=sum(s.num_pending_tokens for s in schedulers),
         failures=dict(counters.failures),
         tiers=tiers.stats(),
         num_promoted_blocks=tiers.num_promoted_blocks,
@@ -74,4 +43,23 @@ def build_stats(
         num_accepted_tokens=counters.drafts.num_accepted,
         num_moved_experts=counters.balance.num_moved_experts,
         expert_imbalance=counters.balance.imbalance,
+        num_steps=engine.model.num_steps,
     )
+    if engine.leading is not None:
+        stats.collectives.extend(engine.leading.ranks.collectives)
+    if len(engine.pools) > 1:
+        stats.pools.extend(_pool_stats(engine, num_pending))
+    return stats
+
+
+def _pool_stats(engine: Engine, num_pending: Sequence[int]) -> Iterator[worker_pb2.PoolStats]:
+    for pool, pending, num_dummy_steps in zip(
+        engine.pools, num_pending, engine.model.num_dummy_steps, strict=True
+    ):
+        yield worker_pb2.PoolStats(
+            num_running=pool.scheduler.num_running,
+            num_waiting=pool.scheduler.num_waiting + pending,
+            num_held_blocks=pool.blocks.num_held_blocks,
+            num_dummy_steps=num_dummy_steps,
+            num_preemptions=pool.scheduler.num_preemptions,
+        )

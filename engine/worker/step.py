@@ -2,18 +2,29 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from engine.grammar import Grammars
 from engine.request import Request, RequestKey
-from engine.runner import Runner
+from engine.runner import RunnerOutput
 from engine.scheduler import ScheduledRequest
 from engine.speculation import Drafter, Verifier, rows_before, rows_kept
 from engine.worker.convert import logprobs_to_proto, output_to_proto
 from engine.worker.cores import CoreShares
-from engine.worker.stats import LoopCounters
+from engine.worker.counters import LoopCounters
+from engine.worker.lockstep import StepModel
+from kernels.ops import Ops
 from protos import worker_pb2
 
 Emitted = tuple[Request, worker_pb2.TokenOutput]
+
+
+@dataclass(frozen=True, slots=True)
+class RankSampler:
+    """What turns the logits of one data-parallel rank into tokens."""
+
+    verifier: Verifier
+    drafter: Drafter | None
 
 
 class StepRunner:
@@ -21,16 +32,17 @@ class StepRunner:
 
     def __init__(
         self,
-        runner: Runner,
-        verifier: Verifier,
+        model: StepModel,
+        ops: Ops,
+        samplers: Sequence[RankSampler],
         grammars: Grammars,
         counters: LoopCounters,
         cores: CoreShares | None = None,
-        drafter: Drafter | None = None,
     ) -> None:
-        self._runner = runner
-        self._verifier = verifier
-        self._drafter = drafter
+        """samplers: of every data-parallel rank."""
+        self._model = model
+        self._ops = ops
+        self._samplers = samplers
         self._grammars = grammars
         self._counters = counters
         self._cores = cores
@@ -38,18 +50,34 @@ class StepRunner:
         self._prompt_logprobs: dict[RequestKey, list[worker_pb2.LogprobList]] = {}
 
     def run(
-        self, scheduled: Sequence[ScheduledRequest], on_layer: Callable[[int], None] | None = None
+        self,
+        scheduled: Sequence[Sequence[ScheduledRequest]],
+        on_layer: Callable[[int], None] | None = None,
     ) -> list[Emitted]:
-        """Compute one step; return each request that got tokens, with its message.
+        """Compute one step of what each data-parallel rank has scheduled; return each request that
+        got tokens, with its message.
 
-        on_layer(i): called from inside the forward pass once layer i's KV of this step is written.
+        on_layer(i): called from inside the forward pass of the leader's own data-parallel rank once
+        layer i's KV of this step is written.
         """
         if self._cores is not None:
             self._cores.set_busy(True)
             self._borrow(self._cores.lent_flags())
-        sampling = [entry.request for entry in scheduled if entry.samples]
-        self._grammars.prepare(sampling)
-        output = self._runner.run(scheduled, on_layer)
+        entries = [entry for of_rank in scheduled for entry in of_rank]
+        self._grammars.prepare([entry.request for entry in entries if entry.samples])
+        outputs = self._model.run(scheduled, on_layer)
+        for entry in entries:
+            self._counters.num_computed_tokens += entry.num_tokens
+            if entry.request.num_output_tokens == 0:
+                self._counters.num_prompt_tokens += entry.num_tokens
+        emitted = []
+        for sampler, of_rank, output in zip(self._samplers, scheduled, outputs, strict=True):
+            if of_rank:
+                self._keep_prompt_logprobs(output)
+                emitted += self._sample(sampler, of_rank, output, on_layer)
+        return emitted
+
+    def _keep_prompt_logprobs(self, output: RunnerOutput) -> None:
         for part in output.prompt_logprobs:
             # NOTE: the token's own logprob comes first in its list.
             own, top = logprobs_to_proto(part.entries)
@@ -59,14 +87,18 @@ class StepRunner:
                 worker_pb2.LogprobList(logprobs=[token, *alternatives.logprobs])
                 for token, alternatives in zip(own, top, strict=True)
             ]
-        for entry in scheduled:
-            self._counters.num_computed_tokens += entry.num_tokens
-            if entry.request.num_output_tokens == 0:
-                self._counters.num_prompt_tokens += entry.num_tokens
+
+    def _sample(
+        self,
+        sampler: RankSampler,
+        scheduled: Sequence[ScheduledRequest],
+        output: RunnerOutput,
+        on_layer: Callable[[int], None] | None,
+    ) -> list[Emitted]:
         before = rows_before(scheduled)
-        sampled = self._verifier.run(scheduled, output.logits)
-        if self._drafter is not None:
-            self._drafter.propose(rows_kept(scheduled, before), output.hidden, on_layer)
+        sampled = sampler.verifier.run(scheduled, output.logits)
+        if sampler.drafter is not None:
+            sampler.drafter.propose(rows_kept(scheduled, before), output.hidden, on_layer)
         self._counters.num_generated_tokens += sum(len(tokens.token_ids) for tokens in sampled)
         self._counters.drafts.add(sampled)
         emitted = []
@@ -82,7 +114,7 @@ class StepRunner:
     def _borrow(self, flags: list[int]) -> None:
         if flags != self._lent_flags:
             self._lent_flags = flags
-            self._runner.ops.set_lent_threads(flags)
+            self._ops.set_lent_threads(flags)
 
     def idle(self) -> None:
         """Say that there is nothing to run: the others may have the cores."""

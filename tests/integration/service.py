@@ -277,6 +277,10 @@ class Service:
     def status(self) -> dict[str, Any]:
         return httpx.get(f"{self.url}/pdserve/status", timeout=10).json()
 
+    def metrics(self) -> str:
+        """What Prometheus would read."""
+        return httpx.get(f"{self.url}/metrics", timeout=10).text
+
     def complete(self, prompt: Any, **options: Any) -> dict[str, Any]:
         body = {"model": self.model_name, "prompt": prompt, "temperature": 0, **options}
         reply = httpx.post(f"{self.url}/v1/completions", json=body, timeout=300)

@@ -80,6 +80,10 @@ def ranks(followers: Followers, lost: "queue.Queue[str]") -> Iterator[Ranks]:
     ranks.close()
 
 
+def _send_step(ranks: Ranks) -> None:
+    ranks.send_steps([(ranks.others, ranks_pb2.RankCommand(forward=ranks_pb2.Forward()))])
+
+
 @pytest.mark.usefixtures("ranks")
 def test_followers_are_told_who_they_are_and_strangers_are_not(followers: Followers) -> None:
     assert {r: c.parallel.rank for r, c in followers.configs.items()} == {1: 1, 2: 2}
@@ -88,7 +92,7 @@ def test_followers_are_told_who_they_are_and_strangers_are_not(followers: Follow
 def test_the_rank_that_has_not_begun_a_step_is_named(
     followers: Followers, ranks: Ranks, lost: "queue.Queue[str]"
 ) -> None:
-    ranks.send_step(ranks_pb2.Forward())
+    _send_step(ranks)
     followers.step(1, done=False)  # it waits for rank 2 in a collective
     assert lost.get(timeout=_TIMEOUT_S).startswith("rank 2 is late: step 1 has not ended")
 
@@ -96,7 +100,7 @@ def test_the_rank_that_has_not_begun_a_step_is_named(
 def test_all_ranks_that_began_and_did_not_end_are_named(
     followers: Followers, ranks: Ranks, lost: "queue.Queue[str]"
 ) -> None:
-    ranks.send_step(ranks_pb2.Forward())
+    _send_step(ranks)
     followers.step(1, done=False)
     followers.step(2, done=False)
     assert lost.get(timeout=_TIMEOUT_S).startswith("rank 1, 2 is late")
@@ -105,7 +109,7 @@ def test_all_ranks_that_began_and_did_not_end_are_named(
 def test_ranks_that_have_nothing_to_do_are_not_late(
     followers: Followers, ranks: Ranks, lost: "queue.Queue[str]"
 ) -> None:
-    ranks.send_step(ranks_pb2.Forward())
+    _send_step(ranks)
     followers.step(1, done=True)
     followers.step(2, done=True)
     with pytest.raises(queue.Empty):
@@ -115,7 +119,7 @@ def test_ranks_that_have_nothing_to_do_are_not_late(
 def test_a_rank_that_ends_is_lost_at_once(
     followers: Followers, ranks: Ranks, lost: "queue.Queue[str]"
 ) -> None:
-    ranks.send_step(ranks_pb2.Forward())
+    _send_step(ranks)
     followers.wires[2].close()
     assert lost.get(timeout=_TIMEOUT_S).startswith("rank 2 is gone")
 

@@ -1,0 +1,25 @@
+"""What an engine loop counts about itself."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from engine.expert_balancer import BalanceStats
+from engine.runner import ForwardStats
+from engine.speculation import DraftCounters
+
+
+@dataclass(slots=True)
+class LoopCounters:
+    """Totals since the start; written by the engine loop only."""
+
+    num_computed_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_stale_messages: int = 0
+    num_expired_leases: int = 0
+    drafts: DraftCounters = field(default_factory=DraftCounters)
+    failures: Counter[str] = field(default_factory=Counter)
+    forward: ForwardStats = field(default_factory=ForwardStats)
+    """The runner's own."""
+    balance: BalanceStats = field(default_factory=BalanceStats)
+    """The model's own."""

@@ -1,0 +1,146 @@
+"""A step of an engine: one forward pass of all its data-parallel ranks at the same time.
+
+Each of them has requests and a KV cache of its own, but experts are shared, so all take part in
+every step. The leader decides on it alone and tells every rank its batch; no rank has to ask
+another what it does.
+
+    scheduled, by rank --> a batch each, or one dummy row --> forward, together
+      --all-to-all to the leader--> hidden states of the rows that sample --> logits
+
+The vocabulary is projected in the leader's own rank: the states of some rows are far smaller than
+their logits, and reading the weight costs the same for few rows as for all.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.batch import Batch, BatchBuilder
+from engine.layers.attention import OnLayer
+from engine.runner import ForwardStats, Runner, RunnerOutput, prompt_logprobs, to_sample
+from engine.scheduler import ScheduledRequest
+from engine.worker.leading_model import LeadingModel, forward_to_proto
+from kernels.ops import Ops
+
+Scheduled = Sequence[ScheduledRequest]
+
+
+class StepModel(Protocol):
+    """Computes what was scheduled."""
+
+    num_steps: int
+    """Forward passes so far."""
+    num_dummy_steps: list[int]
+    """Of these, by data-parallel rank: those in which it had nothing to compute."""
+    forward_stats: ForwardStats
+
+    def run(
+        self, scheduled: Sequence[Scheduled], on_layer: OnLayer | None = None
+    ) -> list[RunnerOutput]:
+        """scheduled: by data-parallel rank, not all empty -> what each computed; of a rank without
+        work: no rows. on_layer: for the leader's own rank, see Runner.run.
+        """
+        ...
+
+
+class SingleStep:
+    """Of one data-parallel rank."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.forward_stats = runner.forward_stats
+        self.num_steps = 0
+        self.num_dummy_steps = [0]
+
+    def run(
+        self, scheduled: Sequence[Scheduled], on_layer: OnLayer | None = None
+    ) -> list[RunnerOutput]:
+        """See StepModel."""
+        self.num_steps += 1
+        return [self._runner.run(scheduled[0], on_layer)]
+
+
+class Lockstep:
+    """Of several; belongs to the leader's loop thread."""
+
+    def __init__(
+        self,
+        model: LeadingModel,
+        k_caches: Sequence[Tensor],
+        v_caches: Sequence[Tensor],
+        ops: Ops,
+        block_size: int,
+    ) -> None:
+        """k_caches, v_caches: of the leader's own rank."""
+        self._model = model
+        self._ops = ops
+        self._group = model.parallel.dp
+        # NOTE: the batches of other ranks are only sent; they have the caches.
+        others = [BatchBuilder((), (), block_size) for _ in range(self._group.size - 1)]
+        self._builders = [BatchBuilder(k_caches, v_caches, block_size), *others]
+        self.num_steps = 0
+        self.num_dummy_steps = [0] * self._group.size
+        self.forward_stats = ForwardStats()
+
+    @torch.inference_mode()
+    def run(
+        self, scheduled: Sequence[Scheduled], on_layer: OnLayer | None = None
+    ) -> list[RunnerOutput]:
+        """See StepModel."""
+        assert any(scheduled), "nothing is scheduled"
+        self.num_steps += 1
+        self.forward_stats.eager["several data-parallel ranks"] += 1
+        batches = []
+        for dp_rank, (entries, builder) in enumerate(zip(scheduled, self._builders, strict=True)):
+            self.num_dummy_steps[dp_rank] += not entries
+            batches.append(builder.build(entries) if entries else builder.dummy())
+        hidden = self._forward(batches, scheduled, on_layer)
+        rows = [
+            h.index_select(0, b.sample_rows.to(h.device))
+            for h, b in zip(hidden, batches, strict=True)
+        ]
+        counts = [len(r) for r in rows]
+        if any(counts):
+            entries = [entry for of_rank in scheduled for entry in of_rank]
+            logits = to_sample(self._ops, entries, self._model.logits(torch.cat(rows)))
+        else:
+            logits = torch.empty(0, self._model.config.vocab_size)
+        return [
+            RunnerOutput(part, states, prompt_logprobs(self._model, entries, states))
+            for part, states, entries in zip(
+                torch.split(logits, counts), hidden, scheduled, strict=True
+            )
+        ]
+
+    def _forward(
+        self, batches: Sequence[Batch], scheduled: Sequence[Scheduled], on_layer: OnLayer | None
+    ) -> list[Tensor]:
+        """Hidden states of every rank's rows, [T, hidden_size]; junk where nobody wants them."""
+        wanted = [_wanted_rows(*pair) for pair in zip(batches, scheduled, strict=True)]
+        counts = [0, *map(len, wanted[1:])]
+        forwards = [
+            forward_to_proto(b.input_ids, b.positions, b.kv, rows, gathers=any(counts))
+            for b, rows in zip(batches, wanted, strict=True)
+        ]
+        self._model.start(forwards)
+        own = batches[0]
+        hidden = [self._model.own(own.input_ids, own.positions, own.kv, on_layer)]
+        received = hidden[0][:0]
+        if any(counts):
+            received = self._group.all_to_all(received, [0] * len(counts), counts)
+        for batch, rows, part in zip(
+            batches[1:], wanted[1:], torch.split(received, counts)[1:], strict=True
+        ):
+            states = part.new_zeros(len(batch.input_ids), part.shape[1])
+            states.index_copy_(0, rows.long().to(part.device), part)
+            hidden.append(states)
+        return hidden
+
+
+def _wanted_rows(batch: Batch, scheduled: Scheduled) -> Tensor:
+    """Rows whose hidden states the leader needs: [R] int32."""
+    if any(entry.request.sampling.num_prompt_logprobs is not None for entry in scheduled):
+        return torch.arange(len(batch.input_ids), dtype=torch.int32)
+    return batch.sample_rows.cpu()
