@@ -21,35 +21,48 @@ from tests.engine.steps import (
     PoisonedCache,
     load,
     logits_by_steps,
+    logits_of_requests,
+    make_request,
     random_token_ids,
 )
 
-# Of the data-parallel ranks: uneven numbers of sequences, lengths and steps; one has nothing.
-LENGTHS = ((1, 17, 9), (), (33,), (2, 5))
+# Lengths of prompts by data-parallel rank, uneven; two rounds, so that each rank is empty once.
+ROUNDS = (((1, 17, 9), (33,)), ((), (2, 5)), ((7,), ()))
+NUM_GREEDY = (4, 6, 2)
 HIDDEN, WIDTH, EXPERTS, TOP_K = 24, 16, 16, 3
 
 
-def logits(parallel: Parallel, folder: Path) -> list[Tensor]:
-    """Uneven chunks of prompts beside single tokens, to the end of every sequence."""
-    model = load(folder, select_ops("reference"), parallel)
-    cache = PoisonedCache(model, num_blocks=24, block_size=4, parallel=parallel)
-    sequences = [[t % 95 for t in random_token_ids(n, seed=n)] for n in (1, 2, 7, 17, 33)]
-    return logits_by_steps(model, cache, sequences, lambda i, left: (i + 1, 5, 1)[left % 3])
-
-
 def collectives(parallel: Parallel, folder: Path) -> dict[str, tuple[int, int]]:
-    logits(parallel, folder)
+    """Of everything."""
+    greedy(parallel, folder, dp_rank=0)
     return parallel.counters.snapshot()
 
 
-def lockstep_logits(parallel: Parallel, folder: Path, dp_rank: int | None = None) -> list[Tensor]:
-    """Of the sequences of this rank, or of that one."""
+def greedy(
+    parallel: Parallel, folder: Path, dp_rank: int | None = None
+) -> tuple[list[Tensor], list[list[int]]]:
+    """Of the prompts of this data-parallel rank, or of that one, in chunks, and then of a few
+    tokens each: the logits at every token, and the tokens. Ranks without work run dummy rows.
+    """
     model = load(folder, select_ops("reference"), parallel)
-    cache = PoisonedCache(model, num_blocks=24, block_size=4, parallel=parallel)
     mine = parallel.config.dp_rank if dp_rank is None else dp_rank
-    sequences = [random_token_ids(n, seed=n + 10 * mine) for n in LENGTHS[mine]]
-    take = lambda i, left: (i + 1, 5, 1)[left % 3]  # noqa: E731
-    return logits_by_steps(model, cache, sequences, take, lockstep=parallel.world)
+    logits: list[Tensor] = []
+    token_ids: list[list[int]] = []
+    for number, lengths in enumerate(ROUNDS):
+        cache = PoisonedCache(model, num_blocks=40, block_size=4, parallel=parallel)
+        prompts = [[t % 95 for t in random_token_ids(n, seed=n + number)] for n in lengths[mine]]
+        requests = [make_request(prompt) for prompt in prompts]
+        take = lambda i, left: (i + 1, 5, 1)[left % 3]  # noqa: E731
+        for step in range(max(NUM_GREEDY)):
+            going = [r for r, n in zip(requests, NUM_GREEDY, strict=False) if step < n]
+            for request in going:
+                cache.allocate(request)
+            rows = logits_of_requests(model, cache, going, take, lockstep=parallel.world)
+            for request, of_request in zip(going, rows, strict=True):
+                request.token_ids.append(int(of_request[-1].argmax()))
+            logits += rows
+        token_ids += [request.token_ids for request in requests]
+    return logits, token_ids
 
 
 def moe_step(parallel: Parallel, x: Tensor) -> tuple[Tensor, dict[str, tuple[int, int]]]:

@@ -1,86 +1,21 @@
-"""Experts dealt out over ranks compute what one process computes, by every way of getting there."""
+"""What experts dealt out over ranks send, counted, by every way of getting there."""
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from tests.engine.rank_jobs import (
-    EXPERTS,
-    HIDDEN,
-    LENGTHS,
-    forward_counts,
-    lockstep_logits,
-    moe_step,
-    routes,
-)
+from tests.engine.parallel_matrix import COMMS
+from tests.engine.rank_jobs import EXPERTS, HIDDEN, forward_counts, moe_step, routes
 from tests.engine.ranks import Ranks, alone
-from tests.engine.test_deepseek import tiny_deepseek
-from tests.engine.tiny import tiny_hf
 
 pytestmark = pytest.mark.multiprocess
 
-COMMS = ("zero_redundancy", "allreduce", "allgather")
-FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
-    "qwen3-moe": partial(
-        tiny_hf,
-        Qwen3MoeForCausalLM,
-        Qwen3MoeConfig,
-        head_dim=16,
-        num_experts=8,
-        num_experts_per_tok=3,
-        moe_intermediate_size=16,
-        mlp_only_layers=[0],
-    ),
-    "deepseek-v3": partial(tiny_deepseek, "v3"),
-}
 
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(8) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    FAMILIES[request.param]().save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def expected(folder: Path) -> list[list[Tensor]]:
-    return [alone(lockstep_logits, folder, dp_rank) for dp_rank in range(len(LENGTHS))]
-
-
-@pytest.mark.parametrize("moe_comm", COMMS)
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {"tp_size": 4, "ep_size": 2},
-        {"dp_size": 4, "ep_size": 4},
-        {"tp_size": 2, "dp_size": 2, "ep_size": 4},
-        {"tp_size": 4, "dp_size": 2, "ep_size": 8},
-    ],
-    ids=lambda sizes: " ".join(f"{k[:2]}{v}" for k, v in sizes.items()),
-)
-def test_every_rank_has_the_logits_of_one_process(
-    sizes: dict[str, Any],
-    moe_comm: str,
-    folder: Path,
-    expected: list[list[Tensor]],
-    ranks: Ranks,
-) -> None:
-    found = ranks.run(lockstep_logits, folder, moe_comm=moe_comm, **sizes)
-    for rank, rows in enumerate(found):
-        dp_rank = rank // sizes.get("tp_size", 1)
-        torch.testing.assert_close(rows, expected[dp_rank], rtol=0, atol=1e-3)
+@pytest.fixture(scope="module", params=["qwen3-moe", "deepseek-v3"])
+def folder(request: pytest.FixtureRequest, family_folder: Callable[[str], Path]) -> Path:
+    return family_folder(request.param)
 
 
 def test_collectives_of_a_sparse_layer_are_those_of_the_formula(ranks: Ranks) -> None:

@@ -1,11 +1,17 @@
 """Data-parallel engines in the service, experts over all their ranks: the tokens of one process."""
 
 import asyncio
+import random
 import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -14,9 +20,10 @@ from engine.parallel_config import ParallelConfig
 from engine.request import Request, SamplingParams
 from engine.scheduler import SchedulerConfig
 from kernels.ops import select_ops
+from protos import inference_pb2, inference_pb2_grpc
 from tests.engine.steps import load
 from tests.engine.tiny import tiny_hf
-from tests.integration.service import Service
+from tests.integration.service import Service, wait_until
 
 pytestmark = pytest.mark.multiprocess
 
@@ -66,6 +73,24 @@ def greedy_alone(
     return [request.token_ids[request.num_prompt_tokens :] for request in requests]
 
 
+def _over(**sizes: Any) -> dict[str, ParallelConfig]:
+    return {"parallel": ParallelConfig(**{f"{name}_size": n for name, n in sizes.items()})}
+
+
+@pytest.fixture(scope="module")
+def service(experts: Path) -> Iterator[Service]:
+    """Prefill by TP 2; decode by DP 2 x TP 2 with EP 4 and few blocks, so that requests are
+    preempted.
+    """
+    with Service(
+        experts,
+        prefiller=_over(tp=2),
+        decoder={**_over(dp=2, tp=2, ep=4), "num_blocks": 33, "max_num_seqs": 12},
+        proxy={"local_prefill_tokens": 8},
+    ) as service:
+        yield service
+
+
 async def _generate_all(service: Service, prompts: list[list[int]]) -> list[list[int]]:
     def generate(prompt: list[int]) -> list[int]:
         return service.generate(prompt, max_tokens=_NUM_TOKENS, ignore_eos=True)
@@ -73,32 +98,118 @@ async def _generate_all(service: Service, prompts: list[list[int]]) -> list[list
     return list(await asyncio.gather(*(asyncio.to_thread(generate, p) for p in prompts)))
 
 
-def _over(**sizes: Any) -> dict[str, ParallelConfig]:
-    return {"parallel": ParallelConfig(**{f"{name}_size": n for name, n in sizes.items()})}
-
-
 async def test_tokens_of_data_parallel_roles_that_differ_are_those_of_one_process(
-    experts: Path,
+    service: Service, experts: Path
 ) -> None:
     expected = greedy_alone(experts, _PROMPTS)
-    with Service(
-        experts,
-        prefiller=_over(tp=2),
-        decoder=_over(dp=2, tp=2, ep=4),
-        proxy={"local_prefill_tokens": 8},
-    ) as service:
-        (decoder,) = service.of_role("decoder")
-        # Alone: the other data-parallel rank has dummy rows, in every step.
-        assert (await _generate_all(service, _PROMPTS[3:4])) == expected[3:4]
-        idle = decoder.stats()
-        assert [p.num_dummy_steps for p in idle.pools] == [0, idle.num_steps]
-        assert (await _generate_all(service, _PROMPTS)) == expected
-        both = decoder.stats()
-        assert all(p.num_dummy_steps < both.num_steps for p in both.pools), "one did nothing"
-        assert {c.rank for c in both.collectives if c.kind == "ep.all_to_all"} == {0, 1, 2, 3}
-        service.assert_idle()
-        quiet = decoder.stats()
-        await asyncio.sleep(1.0)
-        assert decoder.stats().num_steps == quiet.num_steps, "it steps with nothing to do"
-        metrics = service.metrics()
-        assert "pdserve_collective_calls_total{" in metrics
+    (decoder,) = service.of_role("decoder")
+    # Alone: the other data-parallel rank has dummy rows, in every step.
+    assert (await _generate_all(service, _PROMPTS[3:4])) == expected[3:4]
+    idle = decoder.stats()
+    assert [p.num_dummy_steps for p in idle.pools] == [0, idle.num_steps]
+    assert (await _generate_all(service, _PROMPTS)) == expected
+    both = decoder.stats()
+    assert all(p.num_dummy_steps < both.num_steps for p in both.pools), "one did nothing"
+    service.assert_idle()
+    await asyncio.sleep(0.5)
+    assert decoder.stats().num_steps == both.num_steps, "it steps with nothing to do"
+
+
+def test_collectives_of_every_rank_are_metrics(service: Service) -> None:
+    service.generate(_PROMPTS[2], max_tokens=4, ignore_eos=True)
+    (decoder,) = service.of_role("decoder")
+    stats = decoder.stats()
+    wait_until(lambda: f" {stats.num_steps}.0" in service.metrics(), 5, "the proxy has the stats")
+    families = {f.name: f for f in text_string_to_metric_families(service.metrics())}
+    calls = {
+        (s.labels["kind"], s.labels["rank"]): s.value
+        for s in families["pdserve_collective_calls"].samples
+        if s.labels["role"] == "decoder"
+    }
+    # Two sparse layers of three exchanges; every rank takes part in every step.
+    for rank in "0123":
+        assert calls["ep.all_to_all", rank] == 2 * 3 * stats.num_steps
+    sizes = [s.value for s in families["pdserve_collective_bytes"].samples]
+    assert sum(sizes) == sum(
+        count.num_bytes for w in service.workers for count in w.stats().collectives
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A request of the soak, and how many of its tokens are read before its client leaves."""
+
+    prompt_index: int
+    max_tokens: int
+    leaves_after: int | None
+
+
+def _soak_calls(rng: random.Random, count: int) -> list[_Call]:
+    calls = []
+    for _ in range(count):
+        max_tokens = rng.choice((1, 3, 20, 60))
+        leaves = rng.randrange(max_tokens) if rng.random() < 0.3 else None
+        calls.append(_Call(rng.randrange(_NUM_SOAK_PROMPTS), max_tokens, leaves))
+    return calls
+
+
+async def _soak_call(
+    stub: inference_pb2_grpc.InferenceStub, prompt: list[int], call: _Call
+) -> list[int]:
+    request = inference_pb2.GenerateRequest(
+        model="test-model",
+        token_ids=inference_pb2.TokenIds(ids=prompt),
+        options=inference_pb2.GenerationOptions(
+            temperature=0, ignore_eos=True, max_tokens=call.max_tokens
+        ),
+    )
+    token_ids: list[int] = []
+    stream = stub.GenerateStream(request, timeout=_SOAK_TIMEOUT_S)
+    async for chunk in stream:
+        token_ids += chunk.token_ids
+        if call.leaves_after is not None and len(token_ids) > call.leaves_after:
+            stream.cancel()
+            break
+    return token_ids
+
+
+_NUM_SOAK_PROMPTS = 24
+_SOAK_TOKENS = 60
+_SOAK_TIMEOUT_S = 120.0
+
+
+@pytest.mark.parametrize(
+    "duration_s", [12, pytest.param(600, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
+)
+async def test_no_rank_hangs_or_errs_whatever_comes_and_goes(
+    service: Service, experts: Path, duration_s: float
+) -> None:
+    """Batches of any size on either rank, clients that leave, preemptions, pauses."""
+    rng = random.Random(5)
+    lengths = [rng.choice((1, 7, 40, 150, 400)) for _ in range(_NUM_SOAK_PROMPTS)]
+    prompts = [[rng.randrange(3, 300) for _ in range(n)] for n in lengths]
+    expected = greedy_alone(experts, prompts, _SOAK_TOKENS)
+    (decoder,) = service.of_role("decoder")
+    end_s = time.monotonic() + duration_s
+    num_calls = 0
+    async with grpc.aio.insecure_channel(service.grpc_address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        while time.monotonic() < end_s:
+            calls = _soak_calls(rng, rng.choice((1, 2, 9, 24)))
+            num_calls += len(calls)
+            outputs = await asyncio.gather(
+                *(_soak_call(stub, prompts[call.prompt_index], call) for call in calls)
+            )
+            for call, token_ids in zip(calls, outputs, strict=True):
+                whole = expected[call.prompt_index][: call.max_tokens]
+                if call.leaves_after is None:
+                    assert token_ids == whole, call
+                else:
+                    assert token_ids == whole[: len(token_ids)], call
+            await asyncio.sleep(rng.choice((0.0, 0.05, 0.4)))
+    service.assert_idle()
+    stats = decoder.stats()
+    print(f"soak: {num_calls} requests, {stats.num_steps} steps, {list(stats.pools)}")
+    assert all(pool.num_dummy_steps for pool in stats.pools), "no rank was ever empty"
+    assert stats.num_preemptions, "nothing was preempted"
+    assert stats.num_expired_leases == 0
