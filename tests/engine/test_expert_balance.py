@@ -2,7 +2,6 @@
 changes by it.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -112,12 +111,6 @@ def test_files_that_do_not_fit_are_refused_with_the_layer(tmp_path: Path) -> Non
         path.write_text(text)
         with pytest.raises(ValueError, match=problem):
             read_placements(path, [1], **sizes)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(4) as ranks:
-        yield ranks
 
 
 @pytest.fixture(scope="module")
