@@ -18,11 +18,15 @@ FIRST = ("pdserve", "integration")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With several pytest workers each file's tests stay together, as do all that start a Ray."""
+    """With several pytest workers each file's tests stay together, as do all that start a Ray, and
+    all that compute on one set of ranks.
+    """
     for item in items:
         file = item.path.relative_to(ROOT)
         room = file.parts[0]
-        item.add_marker(pytest.mark.xdist_group(room if room == "pdserve" else str(file)))
+        uses_ranks = isinstance(item, pytest.Function) and "ranks" in item.fixturenames
+        group = room if room == "pdserve" else str(file)
+        item.add_marker(pytest.mark.xdist_group("ranks" if uses_ranks else group))
     order = {room: i for i, room in enumerate(FIRST)}
     items.sort(key=lambda item: order.get(item.path.relative_to(ROOT).parts[0], len(FIRST)))
 
