@@ -10,7 +10,7 @@ all_gather n (p - 1) / p, where n is the size of the whole; broadcast n.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -124,6 +124,17 @@ class ProcessGroup:
         self._name = name
         self._group = group
         self._counters = counters
+
+    @property
+    def communicator(self) -> str:
+        """HCCL's name of the group, for operators that communicate themselves.
+
+        Raises: RuntimeError: it is not a group of HCCL's.
+        """
+        # NOTE: torch_npu documents this way and no public one.
+        backend: Any = self._group._get_backend(torch.device("npu"))
+        name: str = backend.get_hccl_comm_name(dist.get_rank())
+        return name
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """See Group; overwrites x if it is contiguous."""

@@ -12,6 +12,7 @@ from torch.distributed.distributed_c10d import Store
 
 from engine.collectives import CollectiveCounters, Group, ProcessGroup, SingleGroup
 from engine.parallel_config import ParallelConfig
+from kernels.experts import ExchangeGroup
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +25,12 @@ class Parallel:
     """Ranks of the same tp_rank."""
     ep: Group = field(default_factory=SingleGroup)
     world: Group = field(default_factory=SingleGroup)
+    exchange: ExchangeGroup | None = None
+    """The ranks of `ep` once more, for operators of the device alone; None: it has none."""
+    exchange_rows: int = 0
+    """Most rows that a rank hands to these in one call, the same on all ranks; 0: they are not
+    used. See `WorkerConfig.exchange_rows`.
+    """
     counters: CollectiveCounters = field(default_factory=CollectiveCounters)
 
 
@@ -43,9 +50,9 @@ def join(
     )
     counters = CollectiveCounters()
 
-    def group(name: str, members: Iterable[tuple[int, ...]]) -> Group:
+    def group(name: str, members: Iterable[tuple[int, ...]]) -> ProcessGroup | None:
         """NOTE: every rank makes every group, in the same order, also those it is not in."""
-        mine: Group = SingleGroup()
+        mine = None
         for ranks in sorted(set(members)):
             if len(ranks) == 1:
                 continue
@@ -55,12 +62,17 @@ def join(
         return mine
 
     world, tp, ep = range(config.world_size), config.tp_size, config.ep_size
+    sharing_experts = [tuple(r for r in world if r // ep == i // ep) for i in world]
     return Parallel(
         config=config,
-        tp=group("tp", (tuple(r for r in world if r // tp == i // tp) for i in world)),
-        dp=group("dp", (tuple(r for r in world if r % tp == i % tp) for i in world)),
-        ep=group("ep", (tuple(r for r in world if r // ep == i // ep) for i in world)),
-        world=group("world", [tuple(world)]),
+        tp=group("tp", (tuple(r for r in world if r // tp == i // tp) for i in world))
+        or SingleGroup(),
+        dp=group("dp", (tuple(r for r in world if r % tp == i % tp) for i in world))
+        or SingleGroup(),
+        ep=group("ep", sharing_experts) or SingleGroup(),
+        world=group("world", [tuple(world)]) or SingleGroup(),
+        # HCCL connects a group when it is first used: where nobody uses it, it costs nothing.
+        exchange=group("exchange", sharing_experts) if backend == "hccl" else None,
         counters=counters,
     )
 

@@ -97,6 +97,13 @@ class ParallelConfig:
         return self.tp_size * self.dp_size
 
     @property
+    def has_even_rows(self) -> bool:
+        """Whether ranks that share experts always have equally many rows: they have the same
+        requests.
+        """
+        return self.tp_size % self.ep_size == 0
+
+    @property
     def tp_rank(self) -> int:
         """This rank within its tensor-parallel group."""
         return self.rank % self.tp_size

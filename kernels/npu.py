@@ -6,6 +6,7 @@ kernels/ascend; docs/npu.md says how all of it is checked without an NPU.
 """
 
 import importlib
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +19,9 @@ from torch.nn import functional
 
 from kernels.ascend import attention, mla, routing, sampling
 from kernels.ascend.attention import AttentionCall, Launch
+from kernels.ascend.experts import ExpertGroup, NpuExpertDispatch
+from kernels.ascend.gated import NpuInt8Experts
+from kernels.ascend.hccl import ExpertExchange, Product, buffer_mib_of, product_of
 from kernels.ascend.linear import (
     NpuGroupedInt8Linear,
     NpuGroupedLinear,
@@ -26,8 +30,15 @@ from kernels.ascend.linear import (
     NpuQuantizedLinear,
     frozen,
 )
+from kernels.experts import (
+    ExchangeGroup,
+    ExchangeSizes,
+    ExpertDispatch,
+    ExpertsByParts,
+    GatedExperts,
+)
 from kernels.gating import Gating
-from kernels.ops import Ops
+from kernels.ops import GroupedLinear, Ops
 from kernels.quantized import QuantizedWeight
 
 # NOTE: TorchAir defines these operators when it is first asked for them; within a trace that is too
@@ -57,17 +68,23 @@ class NpuOps:
         dtype: torch.dtype = torch.bfloat16,
         quantizes_activations: bool = False,
         is_multi_stream: bool = False,
+        product: Product | None = None,
+        buffer_mib: int | None = None,
     ) -> None:
         """dtype: of weights, activations and caches. float32 is for checks without an NPU.
 
         quantizes_activations: int8 weights meet int8 activations (W8A8), else floats (W8A16).
         is_multi_stream: compiled graphs have a side stream for what waits for nothing.
+        product: None has no operators that reach experts on other ranks.
+        buffer_mib: HCCL's, of every communicator; None leaves it unchecked.
         """
         self.device = device
         self.dtype = dtype
         self.cache_dtype = str(dtype).removeprefix("torch.")
         self.is_multi_stream = is_multi_stream
         self._quantizes_activations = quantizes_activations
+        self._product = product
+        self._buffer_mib = buffer_mib
         self._mask = attention.causal_mask(device)
         self._launch: Launch = attention.launch
 
@@ -135,6 +152,37 @@ class NpuOps:
     def parameter(self, weight: Tensor, *, is_exact: bool = False) -> Tensor:
         """See `Ops.parameter`."""
         return frozen(weight.to(self.device, weight.dtype if is_exact else self.dtype))
+
+    def gated_experts(self, gate_up: GroupedLinear, down: GroupedLinear) -> GatedExperts:
+        """In int8 from end to end where both weights are for it."""
+        if NpuInt8Experts.fits(gate_up, down):
+            assert isinstance(gate_up, NpuGroupedInt8Linear)
+            assert isinstance(down, NpuGroupedInt8Linear)
+            return NpuInt8Experts(gate_up, down)
+        return ExpertsByParts(gate_up, down, self.silu_mul)
+
+    def expert_dispatch(self, group: ExchangeGroup, sizes: ExchangeSizes) -> ExpertDispatch | None:
+        """See `Ops.expert_dispatch`."""
+        if self._product is None:
+            return None
+        exchange = ExpertExchange(
+            product=self._product,
+            ep_size=group.size,
+            num_experts=sizes.num_experts,
+            num_experts_per_tok=sizes.num_experts_per_tok,
+            hidden_size=sizes.hidden_size,
+            max_tokens=sizes.max_tokens,
+        )
+        exchange.check(self._buffer_mib)
+        return NpuExpertDispatch(
+            ExpertGroup(
+                communicator=group.communicator,
+                rank=group.rank,
+                sizes=exchange,
+                is_even=sizes.is_even,
+            ),
+            is_multi_stream=self.is_multi_stream,
+        )
 
     def moe_gating_topk_softmax(self, router_logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """See `Ops.moe_gating_topk_softmax`."""
@@ -371,4 +419,9 @@ def load() -> Ops:
     # Weights may be stored in the layout of the matrix unit; operators are not compiled one by one.
     torch_npu.npu.config.allow_internal_format = True
     torch_npu.npu.set_compile_mode(jit_compile=False)
-    return NpuOps(device=torch.device("npu", torch_npu.npu.current_device()))
+    return NpuOps(
+        device=torch.device("npu", torch_npu.npu.current_device()),
+        product=product_of(torch_npu.npu.get_device_name()),
+        # HCCL takes it from this process's environment and from nowhere else.
+        buffer_mib=buffer_mib_of(os.environ),
+    )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kernels.cpu.build import BuildError
 from kernels.cpu.ops import load
+from kernels.experts import ExchangeGroup, ExchangeSizes, ExpertDispatch, GatedExperts
 from kernels.gating import Gating
 from kernels.packed import PackedWeight
 from kernels.quantized import QuantizedWeight
@@ -98,6 +99,18 @@ class Ops(Protocol):
 
     def grouped_linear(self, weight: Tensor) -> GroupedLinear:
         """Pack weight [groups, out, in] once; see `GroupedLinear`."""
+        ...
+
+    def gated_experts(self, gate_up: GroupedLinear, down: GroupedLinear) -> GatedExperts:
+        """Experts of packed weights of this backend; gate_up has an expert's two side by side."""
+        ...
+
+    def expert_dispatch(self, group: ExchangeGroup, sizes: ExchangeSizes) -> ExpertDispatch | None:
+        """How the device's operators bring rows to experts on other ranks; None: it has none.
+
+        group: for this alone; nothing else may communicate over it.
+        Raises: ValueError: sizes that the operators do not take, or a buffer too small for them.
+        """
         ...
 
     def moe_gating_topk_softmax(self, router_logits: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels import mla
+from kernels.experts import ExchangeGroup, ExchangeSizes, ExpertsByParts, GroupedProduct
 from kernels.gating import Gating
 from kernels.narrowing import top_k_top_p
 from kernels.packed import PackedWeight
@@ -137,6 +138,13 @@ class ReferenceOps:
         """Keep the weights as they are."""
         shape = torch.Size((len(weights), *weights[0].values.shape))
         return LinearPerGroup([ReferenceQuantizedLinear(w, None) for w in weights], shape)
+
+    def gated_experts(self, gate_up: GroupedProduct, down: GroupedProduct) -> ExpertsByParts:
+        """One op after the other."""
+        return ExpertsByParts(gate_up, down, self.silu_mul)
+
+    def expert_dispatch(self, group: ExchangeGroup, sizes: ExchangeSizes) -> None:
+        """None: rows travel by the group's own all-to-all."""
 
     def moe_gating_topk_softmax(self, router_logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Softmax over all experts, in float32, then the top k."""

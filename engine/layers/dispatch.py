@@ -1,22 +1,40 @@
 """Tokens on their way to experts on other ranks, and back.
 
-    slots of the rows --> rows sorted by slot --sizes, then rows: all-to-all--> sorted by own slot
-      --> experts --all-to-all--> weighted sum of each token's rows
+    all-to-all   slots of the rows --> rows sorted by slot --sizes, then rows: all-to-all-->
+                 sorted by own slot --> experts --all-to-all--> weighted sum of each token's rows
+    exchange     the device's own operators do all of it, in shapes that are the same in every step
 
-The sizes are exchanged first, so exactly the rows that are routed travel: none is dropped, none is
-padding.
+All-to-all exchanges the sizes first and reads them on the host, so exactly the rows that are routed
+travel: none is dropped, none is padding. An exchange takes a bounded number of rows, which decode
+steps keep to, and may be in a graph.
 """
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from engine.collectives import Group
+from engine.parallel import Parallel
+from kernels.experts import ExchangeSizes, ExpertDispatch, GatedExperts, SharedExpert
 from kernels.ops import Ops
 
-Compute = Callable[[Tensor, Tensor], Tensor]
-"""compute(rows [R, H] sorted by slot, sizes [slots of this rank]) -> [R, H]."""
+
+class Dispatch(Protocol):
+    """Rows that no other rank has, through the experts of all ranks."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        topk_weights: Tensor,
+        slots: Tensor,
+        experts: GatedExperts,
+        shared: SharedExpert | None,
+    ) -> Tensor:
+        """x: [T, H]; topk_weights, slots: [T, k] -> [T, H]: the weighted sum of the experts, and
+        the shared one. Every rank of the group calls it.
+        """
+        ...
 
 
 class AllToAllDispatch:
@@ -27,8 +45,15 @@ class AllToAllDispatch:
         self._slots_per_rank = slots_per_rank
         self._ops = ops
 
-    def __call__(self, x: Tensor, topk_weights: Tensor, slots: Tensor, compute: Compute) -> Tensor:
-        """x: [T, H]; topk_weights, slots: [T, k] -> [T, H]: the weighted sum of the experts."""
+    def __call__(
+        self,
+        x: Tensor,
+        topk_weights: Tensor,
+        slots: Tensor,
+        experts: GatedExperts,
+        shared: SharedExpert | None,
+    ) -> Tensor:
+        """See `Dispatch`."""
         size, per_rank = self._group.size, self._slots_per_rank
         rows, row_index, sizes = self._ops.moe_init_routing(x, slots, size * per_rank)
         sizes = sizes.view(size, per_rank)  # rows that go to each slot
@@ -37,14 +62,67 @@ class AllToAllDispatch:
         sent_counts, received_counts = sizes.sum(dim=1).tolist(), received.sum(dim=1).tolist()
         arrived = self._group.all_to_all(rows, sent_counts, received_counts)
         if per_rank == 1:  # sorted already
-            out = compute(arrived, received.sum(dim=0))
+            out = experts(arrived, received.sum(dim=0))
         else:
-            own_slots = torch.arange(per_rank).repeat(size).repeat_interleave(received.flatten())
-            order = own_slots.argsort(stable=True)
+            slot = torch.arange(per_rank, device=x.device).repeat(size)
+            order = slot.repeat_interleave(received.flatten()).argsort(stable=True)
             out = torch.empty_like(arrived)
-            out[order] = compute(arrived[order], received.sum(dim=0))
+            out[order] = experts(arrived[order], received.sum(dim=0))
         returned = self._group.all_to_all(out, received_counts, sent_counts)
-        return self._ops.moe_finalize_routing(returned, row_index, topk_weights)
+        routed = self._ops.moe_finalize_routing(returned, row_index, topk_weights)
+        return routed if shared is None else routed + shared.down(shared.up(x))
+
+
+class ExchangeDispatch:
+    """By the device's operators, and by all-to-all where there are more rows than they take.
+
+    Whichever it is, all ranks of a group have to take the same: see `Parallel.exchange_rows`.
+    """
+
+    def __init__(self, exchange: ExpertDispatch, otherwise: Dispatch) -> None:
+        self._exchange = exchange
+        self._otherwise = otherwise
+
+    def __call__(
+        self,
+        x: Tensor,
+        topk_weights: Tensor,
+        slots: Tensor,
+        experts: GatedExperts,
+        shared: SharedExpert | None,
+    ) -> Tensor:
+        """See `Dispatch`."""
+        few = x.shape[0] <= self._exchange.max_tokens
+        dispatch = self._exchange if few else self._otherwise
+        return dispatch(x, topk_weights, slots, experts, shared)
+
+
+def select_dispatch(
+    parallel: Parallel, ops: Ops, *, slots_per_rank: int, num_experts_per_tok: int, hidden_size: int
+) -> Dispatch:
+    """The exchange where the device has operators for it, else all-to-all.
+
+    Raises: ValueError: the device has them, and they do not take these sizes; says which.
+    """
+    all_to_all = AllToAllDispatch(parallel.ep, slots_per_rank, ops)
+    if parallel.exchange is None or not parallel.exchange_rows:
+        return all_to_all
+    sizes = ExchangeSizes(
+        num_experts=slots_per_rank * parallel.ep.size,
+        num_experts_per_tok=num_experts_per_tok,
+        hidden_size=hidden_size,
+        max_tokens=parallel.exchange_rows,
+        is_even=parallel.config.has_even_rows,
+    )
+    try:
+        exchange = ops.expert_dispatch(parallel.exchange, sizes)
+    except ValueError as error:
+        limits = "max_num_seqs" if sizes.is_even else "max_num_batched_tokens and max_num_seqs"
+        raise ValueError(
+            f"experts over {parallel.ep.size} ranks: {error} ({limits} of a worker "
+            "say how many tokens a step has)"
+        ) from error
+    return all_to_all if exchange is None else ExchangeDispatch(exchange, all_to_all)
 
 
 def compute_own(
@@ -53,7 +131,7 @@ def compute_own(
     slots: Tensor,
     first_slot: int,
     num_slots: int,
-    compute: Compute,
+    experts: GatedExperts,
     ops: Ops,
 ) -> Tensor:
     """What the slots [first_slot, first_slot + num_slots) add to each row; zeros where nothing.
@@ -68,5 +146,5 @@ def compute_own(
     own_slots = slots[row_ids, choices][:, None] - first_slot
     rows, row_index, sizes = ops.moe_init_routing(x[row_ids], own_slots, num_slots)
     weights = topk_weights[row_ids, choices][:, None]
-    added = ops.moe_finalize_routing(compute(rows, sizes), row_index, weights)
+    added = ops.moe_finalize_routing(experts(rows, sizes), row_index, weights)
     return out.index_add_(0, row_ids, added)

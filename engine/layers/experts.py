@@ -9,6 +9,7 @@ from engine.config import MoEConfig, Quantization
 from engine.layers.layer import Shard, WeightedLayer
 from engine.layers.quantization import pack_grouped_linear
 from engine.parallel import Span
+from kernels.experts import GatedExperts
 from kernels.ops import GroupedLinear, Ops
 from kernels.packed import PackedWeight
 from kernels.quantized import QuantizedWeight, concat_rows
@@ -43,6 +44,7 @@ class Experts(WeightedLayer):
         self._down_weight: Tensor | None = torch.empty(num_experts, hidden_size, width)
         self._gate_up: GroupedLinear | None = None
         self._down: GroupedLinear | None = None
+        self._gated: GatedExperts | None = None
 
     @property
     def num_local_experts(self) -> int:
@@ -85,6 +87,7 @@ class Experts(WeightedLayer):
         self._gate_up_weight = None
         self._down = pack_grouped_linear(self._ops, self._down_weight, quantization)
         self._down_weight = None
+        self._gated = self._ops.gated_experts(self._gate_up, self._down)
 
     def quantizable(self) -> Collection[str]:
         """All weights of all experts here."""
@@ -102,6 +105,7 @@ class Experts(WeightedLayer):
             down.append(own["down_proj"])
         self._gate_up = self._ops.grouped_quantized_linear(gate_up)
         self._down = self._ops.grouped_quantized_linear(down)
+        self._gated = self._ops.gated_experts(self._gate_up, self._down)
         self._gate_up_weight = self._down_weight = None
         return True
 
@@ -111,14 +115,14 @@ class Experts(WeightedLayer):
         assert self._down is not None, "the weights are not loaded"
         return [self._gate_up.packed(slot), self._down.packed(slot)]
 
+    @property
+    def gated(self) -> GatedExperts:
+        """What computes rows of these experts."""
+        assert self._gated is not None, "the weights are not loaded"
+        return self._gated
+
     def forward(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         """x: [T, hidden_size]; topk_weights, topk_ids: [T, k], all here -> [T, hidden_size]."""
         rows, row_index, group_sizes = self._ops.moe_init_routing(x, topk_ids, len(self._experts))
-        out = self.compute(rows, group_sizes)
+        out = self.gated(rows, group_sizes)
         return self._ops.moe_finalize_routing(out, row_index, topk_weights)
-
-    def compute(self, rows: Tensor, group_sizes: Tensor) -> Tensor:
-        """rows: [R, hidden_size], sorted by slot; group_sizes: rows of each -> [R, hidden_size]."""
-        assert self._gate_up is not None, "the weights are not loaded"
-        assert self._down is not None, "the weights are not loaded"
-        return self._down(self._ops.silu_mul(self._gate_up(rows, group_sizes)), group_sizes)

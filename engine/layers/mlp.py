@@ -38,5 +38,13 @@ class GatedMLP(nn.Module):
 
     def partial(self, x: Tensor) -> Tensor:
         """This rank's part of the sum, for all rows."""
-        out: Tensor = self.down_proj(self._ops.silu_mul(self.gate_up_proj(x)))
+        return self.down(self.up(x))
+
+    def up(self, x: Tensor) -> Tensor:
+        """The first half of `partial`: x [T, hidden_size] -> [T, width of this rank]."""
+        return self._ops.silu_mul(self.gate_up_proj(x))
+
+    def down(self, hidden: Tensor) -> Tensor:
+        """The second half: what `up` returned -> [T, hidden_size]."""
+        out: Tensor = self.down_proj(hidden)
         return out

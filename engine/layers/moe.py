@@ -2,10 +2,10 @@
 
 With ep_size above 1 the experts are dealt out over ranks; `moe_comm` says how tokens reach them:
 
-    zero_redundancy  rows are scattered: route the own T / tp rows --all-to-all--> experts -->
-                     the own rows. Nothing is gathered or sliced here.
+    zero_redundancy  rows are scattered: route the own T / tp rows --dispatch--> experts
+                     --combine--> the own rows. Nothing is gathered or sliced here.
     allreduce        every rank of a tensor-parallel group has all rows: slice the own T / tp,
-                     all-to-all, AllGather
+                     dispatch and combine, AllGather
     allgather        within a tensor-parallel group: every rank computes all rows on its own
                      experts, AllReduce. Beyond it: slice, AllGather, compute, ReduceScatter,
                      AllGather
@@ -22,13 +22,14 @@ from engine.config import MoEConfig, Quantization
 from engine.expert_moves import move_experts
 from engine.expert_placement import ExpertPlacement, SlotTable
 from engine.expert_planner import plan
-from engine.layers.dispatch import AllToAllDispatch, compute_own
+from engine.layers.dispatch import compute_own, select_dispatch
 from engine.layers.experts import Experts
 from engine.layers.layer import WeightedLayer
 from engine.layers.linear import FusedLinear
 from engine.layers.mlp import GatedMLP
 from engine.layers.rows import rows_of
 from engine.parallel import Parallel, Span, split_evenly
+from kernels.experts import SharedExpert
 from kernels.ops import Ops
 
 
@@ -95,12 +96,22 @@ class MoE(nn.Module):
         self._hidden_size = hidden_size
         self.placement = _first_placement(config, parallel)
         """Of this layer's experts over the expert-parallel group."""
-        self._slots = SlotTable(self.placement)
-        self._dispatch = AllToAllDispatch(parallel.ep, self.placement.slots_per_rank, ops)
+        self._slots = SlotTable(
+            self.placement,
+            device=ops.device,
+            is_moved=parallel.config.eplb.mode == "dynamic",
+        )
+        self._dispatch = select_dispatch(
+            parallel,
+            ops,
+            slots_per_rank=self.placement.slots_per_rank,
+            num_experts_per_tok=config.num_experts_per_tok,
+            hidden_size=hidden_size,
+        )
         self.heat: Tensor | None = None
         """[num_experts] int64: rows that went to each, of this rank; None: nobody counts."""
         if is_dealt_out and parallel.config.eplb.collects_heat:
-            self.heat = torch.zeros(config.num_experts, dtype=torch.int64)
+            self.heat = torch.zeros(config.num_experts, dtype=torch.int64, device=ops.device)
         self.experts = self._own_weights()
         self.shared_experts = (
             GatedMLP(
@@ -152,18 +163,20 @@ class MoE(nn.Module):
             x = self._rows.gather(x)
             return self._rows.reduce(self._with_shared(x, self.experts(x, *self._route(x))))
         if self._rows.is_scattered or (config.tp_size == 1 and config.moe_comm != "allgather"):
-            return self._all_to_all(x)
+            return self._dispatched(x)
         if config.moe_comm == "allgather":
             is_within = config.tp_size % config.ep_size == 0
             return self._own_experts(x) if is_within else self._gathered(x)
-        return self._parallel.tp.all_gather(self._all_to_all(self._own_rows(x)))[: len(x)]
+        return self._parallel.tp.all_gather(self._dispatched(self._own_rows(x)))[: len(x)]
 
-    def _all_to_all(self, x: Tensor) -> Tensor:
+    def _dispatched(self, x: Tensor) -> Tensor:
         """Rows that no other rank of the group has -> the same rows."""
         topk_weights, topk_ids = self._route(x)
         self._count(topk_ids)
         slots = self._slots(topk_ids, self._parallel.ep.rank)
-        return self._with_shared(x, self._dispatch(x, topk_weights, slots, self.experts.compute))
+        mlp = self.shared_experts
+        shared = None if mlp is None else SharedExpert(mlp.up, mlp.down)
+        return self._dispatch(x, topk_weights, slots, self.experts.gated, shared)
 
     def _own_experts(self, x: Tensor) -> Tensor:
         """Rows that every rank of the group has -> the same."""
@@ -190,7 +203,7 @@ class MoE(nn.Module):
             self._slots(topk_ids, 0),
             self._parallel.ep.rank * num_slots,
             num_slots,
-            self.experts.compute,
+            self.experts.gated,
             self._ops,
         )
 

@@ -66,6 +66,22 @@ class WorkerConfig:
     tiers: TierConfig = field(default_factory=TierConfig)
     """Where prefix blocks are kept beyond the KV cache."""
 
+    @property
+    def exchange_rows(self) -> int:
+        """Most rows that a rank hands to operators that reach experts on other ranks.
+
+        Ranks that share experts and have the same requests use them for decode steps; longer steps,
+        which all of them see at once, go by all-to-all. Ranks with requests of their own have to
+        use them in any step, since another rank's may be a decode step.
+        """
+        parallel = self.parallel
+        if parallel.ep_size == 1:
+            return 0
+        num_tokens = self.max_num_seqs * (1 + self.num_draft_tokens)
+        if not parallel.has_even_rows:
+            num_tokens = max(num_tokens, self.max_num_batched_tokens)
+        return -(-num_tokens // parallel.tp_size)
+
     def to_json(self) -> str:
         """The configuration as text, for the actor's constructor."""
         return json.dumps(asdict(self))

@@ -55,6 +55,7 @@ def build_part(config: WorkerConfig, parallel: Parallel, report: Report) -> Rank
             f"kv_cache_bytes is {config.kv_cache_bytes}, one block takes "
             f"{layout.block_bytes_all_layers} bytes"
         )
+    parallel = replace(parallel, exchange_rows=config.exchange_rows)
     model = _load_model(config, model_config, ops, parallel, report)
     memory = _allocate(config, layout, num_blocks + ops.num_spare_blocks, ops)
     return RankPart(model_config, ops, model, memory, num_blocks)

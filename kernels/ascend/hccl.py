@@ -4,6 +4,7 @@ Source: Ascend/op-plugin, pages of npu_moe_distribute_dispatch_v2 and npu_moe_di
 a buffer that is too small shows on the device as a memory fault, if at all.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,7 +15,9 @@ DEFAULT_BUFFER_MIB = 200
 Product = Literal["A2", "A3"]
 """Atlas generation; its network, and with it the buffer's layout, differs."""
 
+_PRODUCTS: dict[str, Product] = {"Ascend910B": "A2", "Ascend910_93": "A3"}
 _A2_EP_SIZES = (2, 3, 4, 5, 6, 7, 8, 16, 32, 64, 128, 256)
+_A3_EP_SIZES = range(2, 769)
 _MAX_EXPERTS = 1024
 _MAX_K = 16
 _MAX_TOKENS = {"A2": 256, "A3": 512}
@@ -32,8 +35,10 @@ class ExpertExchange:
     hidden_size: int
     max_tokens: int
     """Most tokens that one rank dispatches in a step."""
-    num_shared_experts: int = 0
-    """Those that take part in the exchange; replicated ones do not."""
+    num_shared_experts: int = 1
+    """As dispatch is told, whose default is 1: ranks for them there are none, but the buffer has
+    their place.
+    """
 
     @property
     def num_local_experts(self) -> int:
@@ -85,17 +90,22 @@ class ExpertExchange:
                 f"ep_size is {self.ep_size}, A2 takes {_A2_EP_SIZES}",
             ),
             (
+                self.product != "A3" or self.ep_size in _A3_EP_SIZES,
+                f"ep_size is {self.ep_size}, A3 takes {_A3_EP_SIZES[0]} to {_A3_EP_SIZES[-1]}",
+            ),
+            (
                 self.num_experts % self.ep_size == 0 and self.num_experts <= _MAX_EXPERTS,
                 f"num_experts is {self.num_experts}, must be a multiple of ep_size {self.ep_size} "
                 f"up to {_MAX_EXPERTS}",
             ),
             (
-                self.num_experts_per_tok <= _MAX_K,
+                1 <= self.num_experts_per_tok <= _MAX_K,
                 f"num_experts_per_tok is {self.num_experts_per_tok}, the limit is {_MAX_K}",
             ),
             (
                 1 <= self.max_tokens <= max_tokens,
-                f"max_tokens is {self.max_tokens}, {self.product} takes 1 to {max_tokens}",
+                f"a rank dispatches {self.max_tokens} tokens, {self.product} takes 1 to "
+                f"{max_tokens}",
             ),
             (
                 low <= self.hidden_size <= high and self.hidden_size % 32 == 0,
@@ -104,6 +114,22 @@ class ExpertExchange:
             ),
         ]
         return [problem for is_fine, problem in checks if not is_fine]
+
+
+def product_of(device_name: str) -> Product | None:
+    """The generation of a device that torch_npu calls so; None: one without these operators."""
+    for start, product in _PRODUCTS.items():
+        if device_name.startswith(start):
+            return product
+    return None
+
+
+def buffer_mib_of(environment: Mapping[str, str]) -> int:
+    """HCCL_BUFFSIZE, or what HCCL takes without it. Raises: ValueError: it is not a number."""
+    text = environment.get("HCCL_BUFFSIZE", str(DEFAULT_BUFFER_MIB))
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"HCCL_BUFFSIZE is {text!r}, must be a number of MiB, at least 1")
+    return int(text)
 
 
 def _aligned(value: int, to: int) -> int:

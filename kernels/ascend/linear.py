@@ -176,39 +176,45 @@ class NpuGroupedInt8Linear:
         _check_groups(self.num_groups)
         _check_features("grouped linear", self.in_features, self.out_features)
         self._dtype = dtype
-        self._quantizes_activations = quantizes_activations
-        self._weight = to_nz(weight.transpose(1, 2))
+        self.quantizes_activations = quantizes_activations
+        self.weight = to_nz(weight.transpose(1, 2))
+        """[groups, in, out] int8."""
+        self.float_scale = frozen(scale.float())
+        """[groups, out]."""
         # bfloat16 products take scales in bfloat16, float16 products in float32.
         is_wide = quantizes_activations and dtype == torch.float16
-        self._scale = frozen(scale.float() if is_wide else scale.to(dtype))
+        self._scale = self.float_scale if is_wide else frozen(scale.to(dtype))
         self._offset = frozen(torch.zeros_like(self._scale))
 
     def __call__(self, x: Tensor, group_sizes: Tensor) -> Tensor:
         """As NpuGroupedLinear."""
-        options = group_options(group_sizes)
-        if not self._quantizes_activations:
-            out: Tensor = torch.ops.npu.npu_grouped_matmul(
-                [x],
-                [self._weight],
-                antiquant_scale=[self._scale],
-                antiquant_offset=[self._offset],
-                **options,
-            )[0]
-            return out
-        x_int8, x_scale = torch.ops.npu.npu_dynamic_quant(x)
-        out = torch.ops.npu.npu_grouped_matmul(
-            [x_int8],
-            [self._weight],
+        if self.quantizes_activations:
+            x_int8, x_scale = torch.ops.npu.npu_dynamic_quant(x)
+            return self.of_int8(x_int8, x_scale, group_sizes)
+        out: Tensor = torch.ops.npu.npu_grouped_matmul(
+            [x],
+            [self.weight],
+            antiquant_scale=[self._scale],
+            antiquant_offset=[self._offset],
+            **group_options(group_sizes),
+        )[0]
+        return out
+
+    def of_int8(self, x: Tensor, x_scale: Tensor, group_sizes: Tensor) -> Tensor:
+        """The same of x * x_scale: x [R, in_features] int8, x_scale [R] float32 (W8A8)."""
+        out: Tensor = torch.ops.npu.npu_grouped_matmul(
+            [x],
+            [self.weight],
             scale=[self._scale],
             per_token_scale=[x_scale],
             output_dtype=self._dtype,
-            **options,
+            **group_options(group_sizes),
         )[0]
         return out
 
     def packed(self, group: int) -> PackedWeight:
         """See `kernels.ops.GroupedLinear.packed`."""
-        return PackedWeight.of(self._weight[group], self._scale[group])
+        return PackedWeight.of(self.weight[group], self.float_scale[group], self._scale[group])
 
 
 def group_options(group_sizes: Tensor) -> dict[str, object]:

@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from kernels import mla
 from kernels.cpu.build import build
+from kernels.experts import ExchangeGroup, ExchangeSizes, ExpertsByParts, GroupedProduct
 from kernels.gating import Gating
 from kernels.narrowing import top_k_top_p
 from kernels.packed import PackedWeight
@@ -127,6 +128,13 @@ class CpuOps:
         """Pack every group; the caller drops its own copy."""
         shape = torch.Size((len(weights), *weights[0].values.shape))
         return LinearPerGroup([CpuQuantizedLinear(weight, None) for weight in weights], shape)
+
+    def gated_experts(self, gate_up: GroupedProduct, down: GroupedProduct) -> ExpertsByParts:
+        """One op after the other."""
+        return ExpertsByParts(gate_up, down, self.silu_mul)
+
+    def expert_dispatch(self, group: ExchangeGroup, sizes: ExchangeSizes) -> None:
+        """None: rows travel by the group's own all-to-all."""
 
     def moe_gating_topk_softmax(self, router_logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """See `Ops.moe_gating_topk_softmax`; torch is fast enough for so few numbers."""

@@ -128,8 +128,8 @@ class RowCounter:
 
     def __init__(self, moe: MoE) -> None:
         self.num_rows = 0
-        self._compute = moe.experts.compute
-        moe.experts.compute = self._count  # type: ignore[method-assign]
+        self._compute = moe.experts.gated
+        moe.experts._gated = self._count
 
     def _count(self, rows: Tensor, group_sizes: Tensor) -> Tensor:
         self.num_rows += len(rows)

@@ -8,6 +8,7 @@ from torch import Tensor
 from engine.collectives import Group
 from engine.parallel import Parallel
 from engine.parallel_config import MoEComm, ParallelConfig
+from kernels.experts import ExchangeGroup
 
 QWEN25_3B: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -68,6 +69,8 @@ PUBLISHED = {
 class ShapeGroup:
     """A group whose collectives only have the right shapes."""
 
+    communicator = "exchange"
+
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
@@ -95,6 +98,8 @@ def one_rank(
     rank: int = 0,
     moe_comm: MoEComm = "zero_redundancy",
     groups: dict[str, Group] | None = None,
+    exchange: ExchangeGroup | None = None,
+    exchange_rows: int = 0,
 ) -> Parallel:
     """Rank `rank` of max(tp_size, ep_size) ranks; `groups` may replace what only has shapes."""
     dp_size = max(ep_size // tp_size, 1)
@@ -107,4 +112,6 @@ def one_rank(
         tp=given.get("tp", ShapeGroup(config.tp_rank, tp_size)),
         dp=given.get("dp", ShapeGroup(config.dp_rank, dp_size)),
         ep=given.get("ep", ShapeGroup(config.ep_rank, ep_size)),
+        exchange=exchange,
+        exchange_rows=exchange_rows,
     )

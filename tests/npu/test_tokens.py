@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import tests.npu.simulator  # noqa: F401  (gives the NPU's operators CPU kernels)
+import tests.npu.simulated_experts  # noqa: F401  (and the simulator, which it imports)
 from engine.batch import KVBatch
 from kernels.npu import NpuOps
 from kernels.quantized import QuantizedWeight
