@@ -1,15 +1,19 @@
 """Data-parallel engines in the service, experts over all their ranks: the tokens of one process."""
 
 import asyncio
+import os
 import random
 import shutil
+import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
@@ -28,7 +32,7 @@ from tests.integration.service import Service, wait_until
 pytestmark = pytest.mark.multiprocess
 
 _NUM_TOKENS = 24
-_PROMPTS = [[3 + (7 * i + n * i * i) % 290 for i in range(n)] for n in (1, 5, 31, 64, 200, 700)]
+_PROMPTS = [[3 + (7 * i + n * i * i) % 290 for i in range(n)] for n in (1, 5, 31, 64, 200, 500)]
 
 
 def write_tiny_experts(folder: Path, tokenizer_folder: Path) -> Path:
@@ -84,8 +88,9 @@ def service(experts: Path) -> Iterator[Service]:
     """
     with Service(
         experts,
+        worker={"block_size": 8},
         prefiller=_over(tp=2),
-        decoder={**_over(dp=2, tp=2, ep=4), "num_blocks": 33, "max_num_seqs": 12},
+        decoder={**_over(dp=2, tp=2, ep=4), "num_blocks": 72, "max_num_seqs": 12},
         proxy={"local_prefill_tokens": 8},
     ) as service:
         yield service
@@ -222,3 +227,27 @@ async def test_no_rank_hangs_or_errs_whatever_comes_and_goes(
     assert all(pool.num_dummy_steps for pool in stats.pools), "no rank was ever empty"
     assert stats.num_preemptions, "nothing was preempted"
     assert stats.num_expired_leases == 0
+
+
+@pytest.mark.slow
+def test_a_rank_that_stands_still_is_named_and_its_engine_starts_anew(
+    experts: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    expected = greedy_alone(experts, _PROMPTS[:2])
+    spread = {**_over(dp=2, tp=2, ep=4), "rank_timeout_s": 5.0}
+    with Service(experts, decoder=spread) as service:
+        (decoder,) = service.of_role("decoder")
+        pids = [p.pid for p in psutil.Process(decoder.info["pid"]).children()]
+        os.kill(pids[2], signal.SIGSTOP)
+        with ThreadPoolExecutor(1) as pool:
+            output = pool.submit(
+                service.generate, _PROMPTS[0], max_tokens=_NUM_TOKENS, ignore_eos=True
+            )
+            wait_until(lambda: not decoder.alive, 20, "the engine ends")
+            error = capfd.readouterr().err
+            assert "engine decoder-0 is broken: rank 3 is late: step 1 has not ended" in error
+            service.restart(decoder)
+            assert output.exception(60) is not None or output.result() == expected[0]
+        tokens = service.generate(_PROMPTS[1], max_tokens=_NUM_TOKENS, ignore_eos=True)
+        assert tokens == expected[1]
+    assert not any(psutil.pid_exists(pid) for pid in pids)

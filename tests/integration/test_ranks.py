@@ -84,9 +84,11 @@ def _is_over(process: psutil.Process) -> bool:
 
 
 def test_a_dead_rank_takes_its_engine_down_and_requests_go_on_elsewhere(
-    tiny_model: Path, expected: list[list[int]]
+    tiny_model: Path, expected: list[list[int]], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with Service(tiny_model, decoders=2, decoder=_tp(2)) as service, ThreadPoolExecutor(8) as pool:
+    """Data-parallel ranks: the requests of both have to move."""
+    spread = {"parallel": ParallelConfig(dp_size=2)}
+    with Service(tiny_model, decoders=2, decoder=spread) as service, ThreadPoolExecutor(8) as pool:
         outputs = [
             pool.submit(service.generate, prompt, max_tokens=400, ignore_eos=True)
             for prompt in _PROMPTS * 2
@@ -99,6 +101,7 @@ def test_a_dead_rank_takes_its_engine_down_and_requests_go_on_elsewhere(
         (follower,) = _followers(victim)
         os.kill(follower.pid, signal.SIGKILL)
         wait_until(lambda: not victim.alive, 5, "the engine ends with its rank")
+        assert f"engine {victim.engine_id} is broken: rank 1 is gone" in capfd.readouterr().err
         service.publish()
         for output, tokens in zip(outputs, expected * 2, strict=True):
             assert output.result(120)[:_NUM_TOKENS] == tokens
