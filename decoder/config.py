@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
 
-from engine.parallel_config import EplbConfig, MoEComm
+from engine.parallel_config import EplbConfig, MoEComm, MoEExchange
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +22,8 @@ class DecoderConfig:
     """Of all these, how many share the experts; 1 splits every expert over tp instead."""
     moe_comm: MoEComm = "zero_redundancy"
     """How tokens get to the experts and back, with ep above 1."""
+    moe_exchange: MoEExchange = "auto"
+    """What carries them between ranks; auto decides at every step, by the numbers of rows."""
     eplb: EplbConfig = field(default_factory=EplbConfig)
     """How the experts' load is balanced over these ranks."""
     num_threads: Annotated[int, Ge(1), Le(1024)] | None = None

@@ -12,6 +12,7 @@ from torch.distributed.distributed_c10d import Store
 
 from engine.collectives import CollectiveCounters, Group, ProcessGroup, SingleGroup
 from engine.parallel_config import ParallelConfig
+from engine.step_plan import StepPlan
 from kernels.experts import ExchangeGroup
 
 
@@ -32,6 +33,8 @@ class Parallel:
     used. See `WorkerConfig.exchange_rows`.
     """
     counters: CollectiveCounters = field(default_factory=CollectiveCounters)
+    step: StepPlan = field(default_factory=StepPlan)
+    """Of the forward pass under way."""
 
 
 def join(

@@ -19,6 +19,9 @@ from annotated_types import Ge
 MoEComm = Literal["zero_redundancy", "allreduce", "allgather"]
 """How tokens get from attention to the experts and back; see engine.layers.dispatch."""
 
+MoEExchange = Literal["auto", "all_to_all", "gather"]
+"""How rows that no two ranks share get to experts of other ranks; see engine.step_plan."""
+
 EplbMode = Literal["off", "static", "dynamic"]
 """Where experts are: in order; as a file says; or where the load of the last steps wants them."""
 
@@ -77,6 +80,8 @@ class ParallelConfig:
     """This rank, of world_size."""
     moe_comm: MoEComm = "zero_redundancy"
     """With ep_size above 1."""
+    moe_exchange: MoEExchange = "auto"
+    """With ep_size above 1; auto decides at every step."""
     sequence_parallel: bool = False
     """Split the rows of norms and residual over the tensor-parallel group in dense models too."""
 

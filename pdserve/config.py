@@ -202,6 +202,7 @@ def worker_configs(
                 dp_size=role.dp,
                 ep_size=role.ep,
                 moe_comm=role.moe_comm,
+                moe_exchange=role.moe_exchange,
                 eplb=role.eplb,
             ),
         }

@@ -100,6 +100,8 @@ class Forward(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     PUSHES_FIELD_NUMBER: _builtins.int
     WANTED_ROWS_FIELD_NUMBER: _builtins.int
+    BUCKET_FIELD_NUMBER: _builtins.int
+    GATHERS_EXPERTS_FIELD_NUMBER: _builtins.int
     GATHERS_FIELD_NUMBER: _builtins.int
     input_ids: _builtins.bytes
     positions: _builtins.bytes
@@ -114,6 +116,9 @@ class Forward(_message.Message):
     step: _builtins.int
     wanted_rows: _builtins.bytes
     """of the result: what the leader needs of a DP rank that is not its own"""
+    bucket: _builtins.int
+    """see engine.step_plan"""
+    gathers_experts: _builtins.bool
     gathers: _builtins.bool
     """tp_rank 0 of every DP rank sends its wanted rows, however few"""
     @_builtins.property
@@ -136,11 +141,13 @@ class Forward(_message.Message):
         step: _builtins.int = ...,
         pushes: _abc.Iterable[Global___Push] | None = ...,
         wanted_rows: _builtins.bytes = ...,
+        bucket: _builtins.int = ...,
+        gathers_experts: _builtins.bool = ...,
         gathers: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_table", b"block_table", "block_table_width", b"block_table_width", "context_lens", b"context_lens", "cu_seqlens_q", b"cu_seqlens_q", "gathers", b"gathers", "input_ids", b"input_ids", "max_seqlen_q", b"max_seqlen_q", "num_decode_seqs", b"num_decode_seqs", "num_decode_tokens", b"num_decode_tokens", "positions", b"positions", "pushes", b"pushes", "slot_mapping", b"slot_mapping", "step", b"step", "wanted_rows", b"wanted_rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_table", b"block_table", "block_table_width", b"block_table_width", "bucket", b"bucket", "context_lens", b"context_lens", "cu_seqlens_q", b"cu_seqlens_q", "gathers", b"gathers", "gathers_experts", b"gathers_experts", "input_ids", b"input_ids", "max_seqlen_q", b"max_seqlen_q", "num_decode_seqs", b"num_decode_seqs", "num_decode_tokens", b"num_decode_tokens", "positions", b"positions", "pushes", b"pushes", "slot_mapping", b"slot_mapping", "step", b"step", "wanted_rows", b"wanted_rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

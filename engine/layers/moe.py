@@ -171,6 +171,8 @@ class MoE(nn.Module):
 
     def _dispatched(self, x: Tensor) -> Tensor:
         """Rows that no other rank of the group has -> the same rows."""
+        if self._parallel.step.gathers:
+            return self._with_shared(x, self._gather_scatter(x))
         topk_weights, topk_ids = self._route(x)
         self._count(topk_ids)
         slots = self._slots(topk_ids, self._parallel.ep.rank)
@@ -184,12 +186,20 @@ class MoE(nn.Module):
 
     def _gathered(self, x: Tensor) -> Tensor:
         """Rows that only the tensor-parallel group has -> the same."""
-        own, group = self._own_rows(x), self._parallel.ep
+        own = self._own_rows(x)
+        return self._parallel.tp.all_gather(self._with_shared(own, self._gather_scatter(own)))[
+            : len(x)
+        ]
+
+    def _gather_scatter(self, own: Tensor) -> Tensor:
+        """Rows that no other rank of the group has -> what all experts add to them."""
+        group = self._parallel.ep
         # NOTE: groups with other requests may have other numbers of rows.
-        (most,) = max_over(group, [len(own)])
+        most = self._parallel.step.own_bucket(self._parallel.tp.size)
+        if not most:
+            (most,) = max_over(group, [len(own)])
         padded = functional.pad(own, (0, 0, 0, most - len(own)))
-        summed = group.reduce_scatter(self._partial(group.all_gather(padded)))[: len(own)]
-        return self._parallel.tp.all_gather(self._with_shared(own, summed))[: len(x)]
+        return group.reduce_scatter(self._partial(group.all_gather(padded)))[: len(own)]
 
     def _partial(self, x: Tensor) -> Tensor:
         """What this rank's experts add to every row."""

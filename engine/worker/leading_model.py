@@ -11,6 +11,7 @@ from engine.layers.attention import OnLayer
 from engine.models import CausalLM
 from engine.parallel import Parallel
 from engine.parallel_config import ParallelConfig
+from engine.step_plan import plan_step
 from engine.worker.ranks import Ranks
 from protos import ranks_pb2
 
@@ -43,7 +44,13 @@ class LeadingModel:
         """Let the followers begin a forward pass, those of data-parallel rank i with forwards[i];
         the leader has to join in with its own part.
         """
-        config = self.parallel.config
+        config, model_config, step = self.parallel.config, self.config, self.parallel.step
+        num_rows = [len(forward.input_ids) // 4 for forward in forwards]
+        top_k = model_config.moe.num_experts_per_tok if model_config.moe else 0
+        plan = plan_step(num_rows, config, top_k)
+        step.bucket, step.gathers = plan.bucket, plan.gathers
+        for forward in forwards:
+            forward.bucket, forward.gathers_experts = plan.bucket, plan.gathers
         for dp_rank, pushes in self._pushes.items():
             forwards[dp_rank].pushes.extend(pushes)
         self._pushes.clear()

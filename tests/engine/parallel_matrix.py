@@ -68,6 +68,7 @@ class Spread:
     dp_size: int = 1
     ep_size: int = 1
     moe_comm: str = "zero_redundancy"
+    moe_exchange: str = "all_to_all"
     sequence_parallel: bool = False
 
     @property
@@ -76,7 +77,7 @@ class Spread:
 
     def __str__(self) -> str:
         parts = [f"tp{self.tp_size}", f"dp{self.dp_size}", f"ep{self.ep_size}"]
-        parts += [self.moe_comm] if self.ep_size > 1 else []
+        parts += [self.moe_comm, self.moe_exchange] if self.ep_size > 1 else []
         return " ".join(parts + ["scattered"] * self.sequence_parallel)
 
 
@@ -89,6 +90,8 @@ def all_spreads(*, is_sparse: bool) -> list[Spread]:
                 if tp * dp > 1 and tp * dp % ep == 0:
                     comms = COMMS if ep > 1 else COMMS[:1]
                     spreads += [Spread(tp, dp, ep, comm) for comm in comms]
+                    if ep > 1:
+                        spreads.append(Spread(tp, dp, ep, moe_exchange="gather"))
             if tp > 1:
                 spreads.append(Spread(tp, dp, sequence_parallel=True))
     return spreads
@@ -106,5 +109,6 @@ QUICK_SPARSE = {
     Spread(tp_size=4, ep_size=2, moe_comm="allgather"),
     Spread(dp_size=2, ep_size=2),
     *(Spread(2, 2, 4, comm) for comm in COMMS),
+    Spread(2, 2, 4, moe_exchange="gather"),
     Spread(4, 2, 8),
 }

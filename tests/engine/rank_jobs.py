@@ -45,6 +45,7 @@ def greedy(
     tokens each: the logits at every token, and the tokens. Ranks without work run dummy rows.
     """
     model = load(folder, select_ops("reference"), parallel)
+    parallel.step.gathers = parallel.config.moe_exchange == "gather"
     mine = parallel.config.dp_rank if dp_rank is None else dp_rank
     logits: list[Tensor] = []
     token_ids: list[list[int]] = []

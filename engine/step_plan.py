@@ -1,0 +1,50 @@
+"""What the ranks of an engine agree on before a forward pass, from the numbers of rows of all.
+
+The leader knows these and sends its plan with the batches, so no rank has to ask another:
+
+    bucket      rows that every rank pads to where a collective wants equal sizes
+    exchange    how rows get to experts of other ranks: all-to-all sends what is routed, in three
+                calls, the first of which the host waits for; gather sends every row to every rank,
+                in two. Few rows, or rows that nearly all ranks want, are gathered.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.parallel_config import ParallelConfig
+
+CALL_ROWS = 256
+"""Rows that could be sent in the time that one more collective call takes."""
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """Of the forward pass under way; written by whoever commands it."""
+
+    bucket: int = 0
+    """Most rows of a data-parallel rank; 0: nobody said, and ranks that need it ask each other."""
+    gathers: bool = False
+    """Whether rows are gathered on their way to experts, not sent by all-to-all."""
+
+    def own_bucket(self, tp_size: int) -> int:
+        """Most rows of a rank where each has its share of the rows; 0: unknown."""
+        return -(-self.bucket // tp_size)
+
+
+def plan_step(
+    num_rows: Sequence[int], config: ParallelConfig, num_experts_per_tok: int
+) -> StepPlan:
+    """num_rows: by data-parallel rank, dummy rows included; num_experts_per_tok: 0 if dense."""
+    bucket = max(num_rows)
+    plan = StepPlan(bucket)
+    if config.ep_size == 1 or not num_experts_per_tok:
+        return plan
+    if config.moe_exchange != "auto":
+        plan.gathers = config.moe_exchange == "gather"
+        return plan
+    peers = config.ep_size - 1
+    # What one rank sends, on average, and back; with all-to-all one more call.
+    routed = sum(num_rows) / config.world_size * num_experts_per_tok * peers / config.ep_size
+    gathered = plan.own_bucket(config.tp_size) * peers
+    plan.gathers = 2 * gathered <= 2 * routed + CALL_ROWS
+    return plan
