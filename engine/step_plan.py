@@ -32,15 +32,24 @@ class StepPlan:
 
 
 def plan_step(
-    num_rows: Sequence[int], config: ParallelConfig, num_experts_per_tok: int
+    num_rows: Sequence[int],
+    config: ParallelConfig,
+    num_experts_per_tok: int,
+    *,
+    has_operators: bool = False,
 ) -> StepPlan:
-    """num_rows: by data-parallel rank, dummy rows included; num_experts_per_tok: 0 if dense."""
+    """num_rows: by data-parallel rank, dummy rows included; num_experts_per_tok: 0 if dense.
+
+    has_operators: the device has operators of its own in the place of all-to-all.
+    """
     bucket = max(num_rows)
     plan = StepPlan(bucket)
     if config.ep_size == 1 or not num_experts_per_tok:
         return plan
     if config.moe_exchange != "auto":
         plan.gathers = config.moe_exchange == "gather"
+        return plan
+    if has_operators:
         return plan
     peers = config.ep_size - 1
     # What one rank sends, on average, and back; with all-to-all one more call.

@@ -6,6 +6,8 @@ With ep_size above 1 the experts are dealt out over ranks; `moe_comm` says how t
                      --combine--> the own rows. Nothing is gathered or sliced here.
     allreduce        every rank of a tensor-parallel group has all rows: slice the own T / tp,
                      dispatch and combine, AllGather
+                     Either, where the plan of the step says so: AllGather, compute on the own
+                     experts, ReduceScatter in the place of dispatch and combine
     allgather        within a tensor-parallel group: every rank computes all rows on its own
                      experts, AllReduce. Beyond it: slice, AllGather, compute, ReduceScatter,
                      AllGather
@@ -204,8 +206,8 @@ class MoE(nn.Module):
     def _partial(self, x: Tensor) -> Tensor:
         """What this rank's experts add to every row."""
         topk_weights, topk_ids = self._route(x)
-        if self._parallel.ep.rank == 0:  # every rank of the group has the same rows
-            self._count(topk_ids)
+        if self.heat is not None and self._parallel.ep.rank == 0:  # all ranks have these rows
+            self._count(topk_ids[x.any(dim=1)])  # padding is zeros, and no load
         num_slots = self.placement.slots_per_rank
         return compute_own(
             x,

@@ -47,7 +47,8 @@ class LeadingModel:
         config, model_config, step = self.parallel.config, self.config, self.parallel.step
         num_rows = [len(forward.input_ids) // 4 for forward in forwards]
         top_k = model_config.moe.num_experts_per_tok if model_config.moe else 0
-        plan = plan_step(num_rows, config, top_k)
+        has_operators = self.parallel.exchange is not None
+        plan = plan_step(num_rows, config, top_k, has_operators=has_operators)
         step.bucket, step.gathers = plan.bucket, plan.gathers
         for forward in forwards:
             forward.bucket, forward.gathers_experts = plan.bucket, plan.gathers

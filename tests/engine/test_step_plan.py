@@ -36,6 +36,7 @@ def test_the_plan_follows_the_configuration_and_spares_dense_models() -> None:
     assert plan_step(many, replace(_CONFIG, moe_exchange="gather"), 2).gathers
     assert not plan_step(few, replace(_CONFIG, moe_exchange="all_to_all"), 2).gathers
     assert not plan_step(few, _CONFIG, 0).gathers
+    assert not plan_step(few, _CONFIG, 2, has_operators=True).gathers
     assert not plan_step(few, ParallelConfig(dp_size=2), 2).gathers
 
 
