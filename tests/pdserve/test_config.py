@@ -209,6 +209,20 @@ def test_what_is_stated_once_reaches_every_process() -> None:
     assert (proxy.served_model_names, proxy.cluster_token) == (("m",), "t")
 
 
+def test_roles_are_spread_over_ranks_each_in_its_own_way() -> None:
+    config = load("prefiller.tp=2", "decoder.dp=2", "decoder.tp=2", "decoder.ep=4")
+    prefiller, decoder = (w.parallel for w in worker_configs(config, model_path="m", token=""))
+    assert (prefiller.tp_size, prefiller.dp_size, prefiller.ep_size) == (2, 1, 1)
+    assert (decoder.tp_size, decoder.dp_size, decoder.ep_size) == (2, 2, 4)
+    assert (config.prefiller.num_ranks, config.decoder.num_ranks) == (2, 4)
+    assert resolve(config, 12).decoder.num_threads == 2, "cores are shared by all six ranks"
+    message = "decoder.ep is 4: must divide the 6 ranks, which is tp 3 times dp 2"
+    with pytest.raises(ConfigError, match=message):
+        load("decoder.tp=3", "decoder.dp=2", "decoder.ep=4")
+    with pytest.raises(ConfigError, match="KV caches"):  # every rank has one
+        load("decoder.dp=1024", "decoder.kv_cache_bytes=1073741824")
+
+
 def test_settings_of_expert_balance_that_do_not_fit_are_refused() -> None:
     config = load("decoder.tp=4", "decoder.ep=4", "decoder.eplb.mode=dynamic")
     assert parse_config(user_values(config)) == config

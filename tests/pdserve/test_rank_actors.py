@@ -57,7 +57,7 @@ async def test_ray_places_restarts_and_ends_the_ranks_of_a_worker_together(
         engine_id="decoder-0",
         model_path=str(write_tiny_model(tmp_path)),
         model_name="m",
-        parallel=ParallelConfig(tp_size=2),
+        parallel=ParallelConfig(dp_size=2),
         num_blocks=8,
     )
     role = RoleConfig(

@@ -116,3 +116,26 @@ def test_a_session_that_was_never_greeted_leaves_the_hints_alone() -> None:
     index.add([bytes(16)], US)
     KVSubscription(index, US, [].append).close()
     assert index.match([bytes(16)]) == {US: 1}
+
+
+def test_a_block_that_several_pools_find_is_gone_when_the_last_one_has_evicted_it() -> None:
+    log = KVEventLog()
+    index = PrefixIndex()
+    subscription = KVSubscription(index, US, lambda message: None)
+    subscription.apply(log.snapshot([]))
+
+    def publish() -> None:
+        events = log.take()
+        assert events is not None
+        subscription.apply(events)
+
+    block_hash = bytes(16)
+    log.stored(block_hash)
+    log.stored(block_hash)
+    publish()
+    log.removed(block_hash)
+    assert log.take() is None, "one of them has it still"
+    assert index.match([block_hash]) == {US: 1}
+    log.removed(block_hash)
+    publish()
+    assert index.match([block_hash]) == {}
