@@ -24,6 +24,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from kernels.ascend.environment import worker_variables
 from pdserve.controller_config import RoleConfig
 
 Info = dict[str, Any]
@@ -63,6 +64,8 @@ class WorkerActor:
         host = config["host"] or self._node
         config["host"] = host
         config["transfer"]["host"] = host
+        # NOTE: before torch is loaded, and torch_npu with it. Ray has set which NPUs are visible.
+        os.environ.update(worker_variables(config, host, os.environ))
         # NOTE: OpenMP reads this when torch is loaded, below. Its waiting threads must sleep: they
         # would spin for ever, beside the kernels' own, which spin for a moment.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -72,7 +75,7 @@ class WorkerActor:
         if (group := get_current_placement_group()) is None:
             self._worker = start(json.dumps(config))
         else:
-            self._worker = start(json.dumps(config), RayLauncher(group))
+            self._worker = start(json.dumps(config), RayLauncher(group, config))
 
     def info(self) -> Info:
         """The worker's own report, and the node it is on."""
@@ -86,20 +89,28 @@ class WorkerActor:
 class RankActor:
     """Another rank of a worker, in a process of its own; made by the worker, and gone with it."""
 
-    def run(self, rank: int, address: str, token: str) -> None:
-        """Be that rank until its leader at `address` is done; the process ends then."""
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        follower = importlib.import_module("engine.worker.follower")
+    def run(self, rank: int, address: str, token: str, worker: dict[str, Any]) -> None:
+        """Be that rank until its leader at `address` is done; the process ends then.
+
+        worker: the leader's WorkerConfig, as plain values.
+        """
         is_local = address.startswith("127.")
         host: str = "127.0.0.1" if is_local else get_node_ip_address()  # type: ignore[no-untyped-call]
+        os.environ.update(worker_variables(worker, host, os.environ))
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        follower = importlib.import_module("engine.worker.follower")
         follower.be_follower(rank, address, token, host)
 
 
 class RayLauncher:
     """Implements engine.worker.ranks.Launcher: rank r runs in bundle r of the worker's group."""
 
-    def __init__(self, group: PlacementGroup) -> None:
+    def __init__(self, group: PlacementGroup, worker: dict[str, Any]) -> None:
+        """worker: its WorkerConfig, as plain values."""
         self._group = group
+        # NOTE: ranks get their configuration, with its secrets, from the leader; these few values
+        # they need before they load what could receive it.
+        self._worker = {name: worker[name] for name in ("ops_backend", "hccl")}
         self._actors: list[ActorHandle[RankActor]] = []
 
     def launch(self, rank: int, address: str, token: str) -> None:
@@ -113,7 +124,7 @@ class RayLauncher:
         if "NPU" in bundle:
             options["resources"] = {"NPU": bundle["NPU"]}
         actor: Any = ray.remote(RankActor).options(**options).remote()
-        actor.run.remote(rank, address, token)
+        actor.run.remote(rank, address, token, self._worker)
         self._actors.append(actor)
 
     def close(self) -> None:

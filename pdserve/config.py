@@ -19,6 +19,7 @@ from decoder.config import DecoderConfig
 from engine.config import Quantization, Speculation
 from engine.parallel_config import ParallelConfig
 from engine.worker.config import WorkerConfig
+from kernels.ascend.environment import HCCLConfig
 from kvtransfer.config import KVTransferConfig
 from kvtransfer.tiers.config import TierConfig
 from pdserve.errors import ConfigError
@@ -46,6 +47,8 @@ _SERVICE_NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
 _HOST_LABEL = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)")
 _MAX_HOST_CHARS = 253
 _MAX_MODEL_NAME_CHARS = 256
+NPU_BLOCK_SIZE = 128
+"""Tokens per block that the NPU's operators take."""
 # Times travel as milliseconds in 32 bits, to workers and to the kernel.
 _MAX_DURATION_S = 7 * 24 * 3600.0
 
@@ -106,6 +109,8 @@ class ServiceConfig:
     """The KV transfer; fields in DERIVED come from above."""
     tiers: TierConfig = field(default_factory=TierConfig)
     """Where prefix blocks are kept beyond the workers' KV caches."""
+    hccl: HCCLConfig = field(default_factory=HCCLConfig)
+    """Communication between NPUs, with ops npu."""
     ray: RayConfig = field(default_factory=RayConfig)
     """Placement."""
 
@@ -135,6 +140,7 @@ def check(config: ServiceConfig) -> None:
         *_check_cache(config),
         *_check_times(config),
         *_check_ranks(config),
+        *_check_npus(config),
     ]
     if problems:
         raise ConfigError(problems)
@@ -191,6 +197,7 @@ def worker_configs(
             "num_threads": role.num_threads or 1,
             "cores_folder": cores_folder,
             "ops_backend": config.ops,
+            "hccl": config.hccl,
             "quantization": config.quantization,
             "speculation": config.speculation,
             "num_draft_tokens": num_drafts,
@@ -312,6 +319,27 @@ def _check_ranks(config: ServiceConfig) -> list[str]:
     return problems
 
 
+def _check_npus(config: ServiceConfig) -> list[str]:
+    if config.ops != "npu":
+        return []
+    problems = []
+    if config.ray.npus_per_worker == 0:
+        problems.append(
+            "ray.npus_per_worker is 0 with ops npu: all workers would take the same NPU; set it to "
+            "1, so that Ray gives each process one of its own"
+        )
+    if config.block_size != NPU_BLOCK_SIZE:
+        problems.append(
+            f"block_size is {config.block_size}, ops npu takes {NPU_BLOCK_SIZE} and no other"
+        )
+    if config.transfer.checksum != "off":
+        problems.append(
+            f"transfer.checksum is {config.transfer.checksum}: the host cannot read an NPU's "
+            "memory; set it to off with ops npu"
+        )
+    return problems
+
+
 def _check_times(config: ServiceConfig) -> list[str]:
     problems = [
         f"{name}: {value} is not allowed: at most {_MAX_DURATION_S:.0f} s (7 days)"
@@ -328,11 +356,11 @@ def _check_times(config: ServiceConfig) -> list[str]:
 
 
 def _durations(values: dict[str, Any], path: str) -> Iterator[tuple[str, float]]:
-    """Every setting that is a number of seconds, by its dotted name."""
+    """Every setting that is a number of seconds and is set, by its dotted name."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from _durations(value, f"{path}{name}.")
-        elif name.endswith("_s"):
+        elif name.endswith("_s") and value is not None:
             yield f"{path}{name}", value
 
 

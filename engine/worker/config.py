@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 
 from engine.config import Quantization, Speculation
 from engine.parallel_config import ParallelConfig
+from kernels.ascend.environment import HCCLConfig
 from kvtransfer.config import KVTransferConfig
 from kvtransfer.tiers.config import TierConfig
 
@@ -59,6 +60,8 @@ class WorkerConfig:
     """How the engine is spread over ranks, and which one this process is."""
     rank_timeout_s: float = 30.0
     """A rank that has not ended a step within this time takes its engine down."""
+    hccl: HCCLConfig = field(default_factory=HCCLConfig)
+    """Of NPUs; whoever starts this worker's processes has set it in their environment."""
     lease_s: float = 4.0
     """A request that its proxy does not renew for this long is aborted."""
     transfer: KVTransferConfig = field(default_factory=KVTransferConfig)
@@ -90,6 +93,7 @@ class WorkerConfig:
     def from_json(cls, text: str) -> "WorkerConfig":
         """Inverse of `to_json`."""
         values = json.loads(text)
+        values["hccl"] = HCCLConfig(**values["hccl"])
         values["transfer"] = KVTransferConfig(**values["transfer"])
         values["tiers"] = TierConfig(**values["tiers"])
         values["parallel"] = ParallelConfig.from_values(values["parallel"])
