@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
@@ -21,8 +22,14 @@ Values = dict[str, Any]
 _ADAPTER = TypeAdapter(ServiceConfig)
 
 
+_BOOL = "tag:yaml.org,2002:bool"
+
+
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that stands twice: YAML would take the last one without a word."""
+    """Refuses a key that stands twice: YAML would take the last one without a word.
+
+    `off` is text, as YAML 1.2 has it: it is a value of settings that are no switches.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Build one section."""
@@ -36,6 +43,16 @@ class _Loader(yaml.SafeLoader):
                 )
             seen.add(key.value)
         return super().construct_mapping(node, deep)
+
+
+# PyYAML offers no way to take one back but this.
+_Loader.yaml_implicit_resolvers = {
+    first: [
+        (tag, re.compile(r"(yes|no|true|false)$", re.IGNORECASE) if tag == _BOOL else pattern)
+        for tag, pattern in resolvers
+    ]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> ServiceConfig:
@@ -93,7 +110,7 @@ def _apply(values: Values, override: str) -> None:
     if not separator or not key:
         raise ConfigError([f"--set {override}: expected key=value, such as decoder.replicas=2"])
     try:
-        value = yaml.safe_load(text)
+        value = yaml.load(text, _Loader)  # a SafeLoader
     except (yaml.YAMLError, RecursionError):
         value = text
     *sections, name = key.split(".")
