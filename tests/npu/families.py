@@ -16,7 +16,7 @@ from engine.scheduler import ScheduledRequest
 from kernels.ops import Ops
 
 BLOCK_SIZE = 128
-_COMMON = {
+COMMON = {
     "vocab_size": 96,
     "hidden_size": 256,
     "intermediate_size": 64,
@@ -61,14 +61,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 def family(name: str, ops: Ops, quantization: Any = "none", **options: Any) -> CausalLM:
     """The model with the same random weights every time."""
-    config = parse_model_config(_COMMON | CONFIGS[name] | options)
+    config = parse_model_config(COMMON | CONFIGS[name] | options)
     model = build_model(config, ops)
-    generator = torch.Generator().manual_seed(0)
-    for weight_name, weight in named_weights(model).items():
-        noise = torch.randn(weight.shape, generator=generator)
-        weight.copy_(1 + 0.2 * noise if "norm" in weight_name else 0.15 * noise)
+    fill(model)
     pack_weights(model, quantization)
     return model
+
+
+def fill(model: CausalLM) -> dict[str, Tensor]:
+    """Give the model its random weights; they are returned by name."""
+    generator = torch.Generator().manual_seed(0)
+    weights = named_weights(model)
+    for name, weight in weights.items():
+        noise = torch.randn(weight.shape, generator=generator)
+        weight.copy_(1 + 0.2 * noise if "norm" in name else 0.15 * noise)
+    return weights
 
 
 @dataclass(frozen=True, slots=True)

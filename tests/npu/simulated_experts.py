@@ -132,6 +132,7 @@ def grouped_matmul_swiglu_quant(
     _demand(x_scale.shape == x.shape[:1] and x.is_contiguous(), "a scale for each row")
     num_groups, _, width = weight[0].shape
     _demand(weight_scale[0].shape == (num_groups, width) and width <= 10240, "N is up to 10240")
+    _demand(x.shape[1] <= 1040, "sums of products are exact in float32")
     _demand((dequant_mode, dequant_dtype, quant_mode, quant_dtype) == (0, 6, 0, 1), "per token")
     _demand(group_list.dtype == torch.int64 and len(group_list) == num_groups, "groups")
     stops = group_list.cumsum(0) if group_list_type == 1 else group_list
@@ -140,7 +141,7 @@ def grouped_matmul_swiglu_quant(
     scales = torch.full((len(x),), torch.nan)
     start = 0
     for group, stop in enumerate(stops.tolist()):
-        part = (x[start:stop].double() @ weight[0][group].double()).float()
+        part = x[start:stop].float() @ weight[0][group].float()  # exact up to 1,040 products
         part = part * x_scale[start:stop, None] * weight_scale[0][group]
         quantised: Any = dynamic_quant(swiglu(part))
         out[start:stop], scales[start:stop] = quantised
@@ -215,12 +216,13 @@ def dispatch(
     for local in range(per_rank):
         for source, one in enumerate(sent):
             chosen = (one.ids == ep_rank_id * per_rank + local).nonzero()
-            for token, choice in chosen.tolist():
-                out[row], out_scales[row] = one.rows[token], one.scales[token]
-                assist[row * _WORDS : row * _WORDS + 3] = torch.tensor([source, token, choice])
-                row += 1
-            received.append(row)
+            tokens_of, stop = chosen[:, 0], row + len(chosen)
+            out[row:stop], out_scales[row:stop] = one.rows[tokens_of], one.scales[tokens_of]
+            origin = assist[row * _WORDS : stop * _WORDS].view(-1, _WORDS)
+            origin[:, 0], origin[:, 1:3] = source, chosen
+            received.append(stop)
             counts[local] += len(chosen)
+            row = stop
     return (
         out,
         out_scales if quant_mode else torch.empty(0),
@@ -257,11 +259,10 @@ def combine(
     if ep_rank_id == 0:
         calls.append("combine")
     total = int(ep_send_counts[-1])
-    origins = assist_info_for_combine[: total * _WORDS].view(total, _WORDS)[:, :3].tolist()
+    origins = assist_info_for_combine[: total * _WORDS].view(total, _WORDS)[:, :3].long()
     num_tokens, top_k = expert_ids.shape
     chosen = torch.full((num_tokens, top_k, expand_x.shape[1]), torch.nan, dtype=expand_x.dtype)
     for rows, theirs in meeting(ep_rank_id, (expand_x.clone(), origins)):
-        for row, (source, token, choice) in enumerate(theirs):
-            if source == ep_rank_id:
-                chosen[token, choice] = rows[row]
+        own = (theirs[:, 0] == ep_rank_id).nonzero()[:, 0]
+        chosen[theirs[own, 1], theirs[own, 2]] = rows[own]
     return (chosen.float() * expert_scales[..., None]).sum(1).to(expand_x.dtype)

@@ -1,0 +1,142 @@
+"""Experts over ranks, through the NPU's code and simulated dispatch and combine, give the tokens of
+one rank of the reference.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from engine.layers.layer import pack_weights, weighted_layers
+from engine.models import CausalLM, build_model
+from engine.models.config import parse_model_config
+from engine.parallel import Parallel
+from engine.parallel_config import MoEComm, ParallelConfig
+from engine.worker.config import WorkerConfig
+from kernels.npu import NpuOps
+from kernels.reference import ReferenceOps
+from tests.npu.families import COMMON, CONFIGS, family, fill, generate
+from tests.npu.simulated_experts import Network, ThreadGroup
+from tests.npu.test_tokens import npu_ops, prompts
+
+NUM_TOKENS = 33  # one by the prefill, 32 by decode steps
+SPARSE = {"qwen3_moe": 2, "deepseek_v3": 1}
+# Of the data-parallel ranks: other numbers of sequences, and of tokens.
+LENGTHS = ((5, 126, 1, 17), (40,))
+
+
+class RankGroups:
+    """The meetings of the groups of an engine's ranks."""
+
+    def __init__(self, network: Network, tp_size: int) -> None:
+        self.tp_size = tp_size
+        self.network = network
+        self.tp = [network.meeting(tp_size) for _ in range(network.size // tp_size)]
+        self.ep = network.meeting(network.size)
+
+    def of(self, config: ParallelConfig, exchange_rows: int) -> Parallel:
+        tp, ep = config.tp_rank, config.ep_rank
+        return Parallel(
+            config=config,
+            tp=ThreadGroup(self.tp[config.dp_rank], tp, self.tp_size),
+            ep=ThreadGroup(self.ep, ep, self.network.size),
+            exchange=self.network.exchange(ep),
+            exchange_rows=exchange_rows,
+        )
+
+
+def rank_model(name: str, parallel: Parallel, ops: NpuOps, quantization: Any) -> CausalLM:
+    """One rank's part of what `family` makes."""
+    config = parse_model_config(COMMON | CONFIGS[name])
+    whole = fill(build_model(config, ReferenceOps()))
+    model = build_model(config, ops, parallel)
+    for prefix, layer in weighted_layers(model):
+        shards = layer.shards()
+        for weight_name, weight in layer.weights():
+            values = whole[prefix + weight_name]
+            if shard := shards.get(weight_name):
+                values = values.narrow(shard.dim, shard.span.start, len(shard.span))
+            weight.copy_(values)
+    pack_weights(model, quantization)
+    return model
+
+
+def decode(
+    name: str,
+    network: Network,
+    num_tokens: int = NUM_TOKENS,
+    quantization: Any = "none",
+    **sizes: Any,
+) -> list[list[list[int]]]:
+    """The tokens of every rank, which has the prompts of its data-parallel rank."""
+    worker = WorkerConfig(
+        engine_id="",
+        model_path="",
+        model_name="",
+        parallel=ParallelConfig(ep_size=network.size, **sizes),
+        max_num_seqs=4,
+        max_num_batched_tokens=160,
+    )
+    groups = RankGroups(network, worker.parallel.tp_size)
+
+    def job(rank: int) -> list[list[int]]:
+        config = ParallelConfig(ep_size=network.size, **sizes, rank=rank)
+        ops = NpuOps(
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+            product="A2",
+            buffer_mib=200,
+            quantizes_activations=quantization == "int8",
+        )
+        model = rank_model(name, groups.of(config, worker.exchange_rows), ops, quantization)
+        return generate(model, prompts(*LENGTHS[config.dp_rank]), num_tokens)[0]
+
+    return network.run(job)
+
+
+@pytest.mark.parametrize("moe_comm", ["zero_redundancy", "allreduce"])
+@pytest.mark.parametrize("name", SPARSE)
+def test_ranks_with_the_same_requests_give_the_tokens_of_the_reference(
+    name: str, moe_comm: MoEComm
+) -> None:
+    expected, _ = generate(family(name, ReferenceOps()), prompts(*LENGTHS[0]), NUM_TOKENS)
+    with Network(2) as network:
+        found = decode(name, network, tp_size=2, moe_comm=moe_comm)
+    assert found == [expected, expected]
+    # The prompts are more rows than the operators were checked for: these went by all-to-all.
+    num_steps = NUM_TOKENS - 1
+    assert network.calls == ["dispatch", "combine"] * SPARSE[name] * num_steps
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_ranks_with_requests_of_their_own_give_the_tokens_of_the_reference(name: str) -> None:
+    model = family(name, ReferenceOps())
+    expected = [generate(model, prompts(*lengths), NUM_TOKENS)[0] for lengths in LENGTHS]
+    with Network(4) as network:
+        found = decode(name, network, tp_size=2, dp_size=2)
+    assert found == [expected[0], expected[0], expected[1], expected[1]]
+    # One rank's step may be a prompt's while another's is not: none may leave the operators.
+    assert network.calls == ["dispatch", "combine"] * SPARSE[name] * NUM_TOKENS
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_rows_that_travel_in_int8_give_the_tokens_of_one_rank(name: str) -> None:
+    model = family(name, npu_ops(quantizes_activations=True), "int8")
+    expected = [generate(model, prompts(*lengths), 9)[0] for lengths in LENGTHS]
+    with Network(2) as network:
+        found = decode(name, network, 9, "int8", dp_size=2)
+    assert found == expected
+    assert set(network.calls) == {"dispatch in int8", "combine"}
+
+
+def test_a_buffer_that_is_too_small_is_refused_when_the_model_is_built() -> None:
+    config = ParallelConfig(tp_size=2, ep_size=2)
+    with Network(2) as network:
+        parallel = RankGroups(network, 2).of(config, exchange_rows=256)
+        ops = NpuOps(device=torch.device("cpu"), product="A2", buffer_mib=1)
+        model_config = parse_model_config(COMMON | CONFIGS["qwen3_moe"])
+        with pytest.raises(
+            ValueError,
+            match=r"experts over 2 ranks: HCCL_BUFFSIZE is 1 MiB, .* needs 5 \(max_num_seqs of",
+        ):
+            build_model(model_config, ops, parallel)
