@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from engine.colocated import ColocatedEngine
-from engine.parallel_config import ParallelConfig
+from engine.parallel_config import MoEComm, ParallelConfig
 from engine.request import Request, SamplingParams
 from engine.scheduler import SchedulerConfig
 from kernels.ops import select_ops
@@ -118,6 +118,52 @@ async def test_tokens_of_data_parallel_roles_that_differ_are_those_of_one_proces
     service.assert_idle()
     await asyncio.sleep(0.5)
     assert decoder.stats().num_steps == both.num_steps, "it steps with nothing to do"
+
+
+async def test_prompt_logprobs_are_the_same_from_every_rank(service: Service) -> None:
+    """Short prompts, which the decoder computes: of the second rank all rows come to the leader."""
+    options = {"echo": True, "logprobs": 2, "max_tokens": 1, "ignore_eos": True}
+    (decoder,) = service.of_role("decoder")
+    before = decoder.stats()
+    replies = await asyncio.gather(
+        *(asyncio.to_thread(service.complete, _PROMPTS[1], **options) for _ in range(4))
+    )
+    after = decoder.stats()
+    for old, new in zip(before.pools, after.pools, strict=True):
+        num_dummy_steps = new.num_dummy_steps - old.num_dummy_steps
+        assert num_dummy_steps < after.num_steps - before.num_steps, "a rank took none"
+    first, *others = [reply["choices"][0]["logprobs"] for reply in replies]
+    assert len(first["token_logprobs"]) == len(_PROMPTS[1]) + 1
+    for other in others:
+        assert other["tokens"] == first["tokens"]
+        assert other["token_logprobs"][1:] == pytest.approx(first["token_logprobs"][1:], abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("prefiller", "decoder"),
+    [
+        ({"dp": 2, "ep": 2}, {"tp": 2}),
+        ({"dp": 2, "tp": 2, "ep": 4}, {"dp": 2}),
+        ({"tp": 4, "ep": 2}, {"dp": 4, "ep": 4}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("moe_comm", ["zero_redundancy", "allgather"])
+async def test_tokens_of_other_spreads_are_those_of_one_process(
+    prefiller: dict[str, int], decoder: dict[str, int], moe_comm: MoEComm, experts: Path
+) -> None:
+    expected = greedy_alone(experts, _PROMPTS)
+    roles = [
+        {"parallel": replace(_over(**sizes)["parallel"], moe_comm=moe_comm)}
+        for sizes in (prefiller, decoder)
+    ]
+    with Service(
+        experts, prefiller=roles[0], decoder=roles[1], proxy={"local_prefill_tokens": 8}
+    ) as service:
+        assert (await _generate_all(service, _PROMPTS)) == expected
+        assert (await _generate_all(service, _PROMPTS)) == expected, "a warm prefix cache"
+        service.assert_idle()
 
 
 def _collectives(service: Service) -> dict[str, dict[tuple[str, ...], float]]:
