@@ -3,9 +3,10 @@
 The leader knows these and sends its plan with the batches, so no rank has to ask another:
 
     bucket      rows that every rank pads to where a collective wants equal sizes
-    exchange    how rows get to experts of other ranks: all-to-all sends what is routed, in three
-                calls, the first of which the host waits for; gather sends every row to every rank,
-                in two. Few rows, or rows that nearly all ranks want, are gathered.
+    exchange    how rows get to experts of other ranks: all-to-all sends what is routed, once for
+                each expert; gather sends every row to every rank, once, and sums what comes back.
+                Rows are gathered where that moves far fewer of them: many experts a token, over few
+                ranks, with batches of about the same size. See bench/bench_exchange.py.
 """
 
 from collections.abc import Sequence
@@ -13,8 +14,8 @@ from dataclasses import dataclass
 
 from engine.parallel_config import ParallelConfig
 
-CALL_ROWS = 256
-"""Rows that could be sent in the time that one more collective call takes."""
+MIN_GAIN = 4
+"""Rows by all-to-all for each gathered one, from which on gathering is faster."""
 
 
 @dataclass(slots=True)
@@ -52,8 +53,8 @@ def plan_step(
     if has_operators:
         return plan
     peers = config.ep_size - 1
-    # What one rank sends, on average, and back; with all-to-all one more call.
+    # What one rank sends, on average, and gets back.
     routed = sum(num_rows) / config.world_size * num_experts_per_tok * peers / config.ep_size
     gathered = plan.own_bucket(config.tp_size) * peers
-    plan.gathers = 2 * gathered <= 2 * routed + CALL_ROWS
+    plan.gathers = MIN_GAIN * gathered <= routed
     return plan

@@ -8,36 +8,33 @@ from engine.parallel_config import ParallelConfig
 from engine.step_plan import StepPlan, plan_step
 
 _CONFIG = ParallelConfig(tp_size=2, dp_size=2, ep_size=4)
+_PAIR = ParallelConfig(dp_size=2, ep_size=2)
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "gathers"),
+    ("config", "num_rows", "num_experts_per_tok", "gathers"),
     [
-        ([1, 1], True),  # one call fewer is worth more than bytes
-        ([64, 64], True),
-        ([4096, 4096], False),  # of eight experts in 256, few rows are wanted twice
-        ([1, 4096], False),
+        (_PAIR, [16, 16], 8, True),  # four of eight copies go to the other rank, or one row
+        (_PAIR, [16, 12], 8, False),  # less, with padding
+        (_PAIR, [16, 16], 6, False),
+        (_CONFIG, [16, 16], 8, False),  # six copies, or three rows
+        (_CONFIG, [1, 4096], 8, False),
     ],
 )
-def test_few_rows_are_gathered_and_many_sent_where_they_are_wanted(
-    num_rows: list[int], gathers: bool
+def test_rows_are_gathered_where_that_moves_a_quarter_of_them(
+    config: ParallelConfig, num_rows: list[int], num_experts_per_tok: int, gathers: bool
 ) -> None:
-    assert plan_step(num_rows, _CONFIG, 2) == StepPlan(max(num_rows), gathers)
-
-
-def test_rows_that_nearly_all_ranks_want_are_gathered_however_many_they_are() -> None:
-    assert plan_step([4096, 4096], _CONFIG, 8).gathers
-    # But not when most of what is gathered would be padding.
-    assert not plan_step([1, 4096], _CONFIG, 4).gathers
+    plan = plan_step(num_rows, config, num_experts_per_tok)
+    assert plan == StepPlan(max(num_rows), gathers)
 
 
 def test_the_plan_follows_the_configuration_and_spares_dense_models() -> None:
-    many, few = [4096, 4096], [1, 1]
-    assert plan_step(many, replace(_CONFIG, moe_exchange="gather"), 2).gathers
-    assert not plan_step(few, replace(_CONFIG, moe_exchange="all_to_all"), 2).gathers
-    assert not plan_step(few, _CONFIG, 0).gathers
-    assert not plan_step(few, _CONFIG, 2, has_operators=True).gathers
-    assert not plan_step(few, ParallelConfig(dp_size=2), 2).gathers
+    rows = [16, 16]
+    assert plan_step(rows, replace(_CONFIG, moe_exchange="gather"), 2).gathers
+    assert not plan_step(rows, replace(_PAIR, moe_exchange="all_to_all"), 8).gathers
+    assert not plan_step(rows, _PAIR, 0).gathers
+    assert not plan_step(rows, _PAIR, 8, has_operators=True).gathers
+    assert not plan_step(rows, ParallelConfig(dp_size=2), 8).gathers
 
 
 def test_the_bucket_of_a_rank_holds_its_share_of_the_largest_batch() -> None:

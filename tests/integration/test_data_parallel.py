@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from engine.colocated import ColocatedEngine
-from engine.parallel_config import MoEComm, ParallelConfig
+from engine.parallel_config import EplbConfig, MoEComm, ParallelConfig
 from engine.request import Request, SamplingParams
 from engine.scheduler import SchedulerConfig
 from kernels.ops import select_ops
@@ -84,7 +84,7 @@ def _over(**sizes: Any) -> dict[str, ParallelConfig]:
 @pytest.fixture(scope="module")
 def service(experts: Path) -> Iterator[Service]:
     """Prefill by TP 2; decode by DP 2 x TP 2 with EP 4 and few blocks, so that requests are
-    preempted. Its steps have few rows, which are gathered on their way to experts.
+    preempted.
     """
     with Service(
         experts,
@@ -166,6 +166,28 @@ async def test_tokens_of_other_spreads_are_those_of_one_process(
         service.assert_idle()
 
 
+@pytest.mark.slow
+async def test_tokens_are_the_same_while_experts_move_and_drafts_are_verified(
+    experts: Path,
+) -> None:
+    expected = greedy_alone(experts, _PROMPTS)
+    eplb = EplbConfig(mode="dynamic", interval_steps=8, num_redundant_experts=4)
+    spread = replace(_over(dp=2, tp=2, ep=4)["parallel"], eplb=eplb, moe_exchange="gather")
+    with Service(
+        experts,
+        worker={"speculation": "ngram", "num_draft_tokens": 3},
+        decoder={"parallel": spread},
+        proxy={"local_prefill_tokens": 8},
+    ) as service:
+        for _ in range(4):
+            assert (await _generate_all(service, _PROMPTS)) == expected
+        (decoder,) = service.of_role("decoder")
+        stats = decoder.stats()
+        assert stats.num_moved_experts
+        assert stats.num_accepted_tokens
+        service.assert_idle()
+
+
 def _collectives(service: Service) -> dict[str, dict[tuple[str, ...], float]]:
     """What Prometheus reads of the decoder: by name, by (kind, rank)."""
     families = {f.name: f for f in text_string_to_metric_families(service.metrics())}
@@ -183,8 +205,8 @@ def test_collectives_of_every_rank_are_metrics(service: Service) -> None:
     service.generate(_PROMPTS[2], max_tokens=4, ignore_eos=True)
     (decoder,) = service.of_role("decoder")
     num_steps = decoder.stats().num_steps
-    # Few rows are gathered, in each of two sparse layers; every rank takes part in every step.
-    wanted = {("ep.reduce_scatter", rank): 2 * num_steps for rank in "0123"}
+    # Two sparse layers of three exchanges; every rank takes part in every step.
+    wanted = {("ep.all_to_all", rank): 2 * 3 * num_steps for rank in "0123"}
     wait_until(
         lambda: wanted.items() <= _collectives(service)["calls"].items(), 5, "calls are shown"
     )
