@@ -101,11 +101,19 @@ class ChoiceText:
         self._offset = 0
         self._num_tokens = 0
         self._is_first = True
+        has_more = output is not None or self._has_logprobs or bool(request.stop)
+        self._is_plain = not (has_more or request.drop_output)
         self.is_finished = False
 
     def push(self, event: TokenEvent) -> Delta:
         """Take the next event; tokens after a stop string are dropped and not counted."""
-        text, token_ids = "", []
+        if self._is_plain and not self._is_first and event.finish_reason is None:
+            # NOTE: the same as below, for the case that most tokens of most requests are.
+            token_ids = event.token_ids
+            self._num_tokens += len(token_ids)
+            text = "".join(map(self._detokenizer.push, token_ids))
+            return Delta(index=self._index, token_ids=token_ids, text=text)
+        text, token_ids = "", list[int]()
         logprobs: list[TextLogprob] = []
         if self._is_first and self._request.echo:
             text = self._echo(event, logprobs)

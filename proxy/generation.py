@@ -1,13 +1,12 @@
-"""All choices of a request, run on the workers and merged into one stream of deltas.
+"""All choices of a request, run on the workers; what they gain goes to one sink.
 
 Several choices of one prompt: the first runs alone until its first token, then the others start,
 because by then the prompt is in the workers' prefix caches.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Protocol
 
 import xxhash
 
@@ -15,10 +14,8 @@ from protos import worker_pb2
 from proxy.choice import ChoiceText, Delta
 from proxy.handoff import Handoff
 from proxy.metrics import ProxyMetrics
-from proxy.request import GenerationRequest, Progress, SequenceRequest
+from proxy.request import GenerationRequest, Progress, SequenceRequest, TokenEvent
 from proxy.tokenizer import Tokenizer
-
-_MAX_QUEUED_DELTAS = 256
 
 
 @dataclass(slots=True)
@@ -36,6 +33,16 @@ class Usage:
             self.cached_tokens += delta.num_cached_tokens
 
 
+class DeltaSink(Protocol):
+    """Takes what the choices of a request gain, each choice's deltas in order."""
+
+    def push(self, delta: Delta) -> bool:
+        """Take a delta, at once; False: `ready` has to be awaited before this choice's next one."""
+
+    async def ready(self) -> None:
+        """Wait until another delta may be pushed."""
+
+
 class Generator:
     """Turns a request into deltas of text."""
 
@@ -44,40 +51,38 @@ class Generator:
         self._tokenizer = tokenizer
         self._metrics = metrics
 
-    async def stream(
-        self, request: GenerationRequest, progress: Progress, *, deadline_s: float, seed: int
-    ) -> AsyncGenerator[Delta, None]:
-        """Yield deltas of all choices, each choice in order; close it to cancel.
+    async def run(
+        self,
+        request: GenerationRequest,
+        progress: Progress,
+        sink: DeltaSink,
+        *,
+        deadline_s: float,
+        seed: int,
+    ) -> None:
+        """Push the deltas of all choices; cancel it to end them.
 
         Raises: ProxyError: the request cannot go on; choices that still ran are cancelled.
         """
         if request.num_sequences == 1:
-            async with aclosing(self._choice(request, 0, progress, deadline_s, seed)) as deltas:
-                async for delta in deltas:
-                    progress.num_output_tokens += len(delta.token_ids)
-                    yield delta
+            await self._choice(
+                request, 0, _Outlet(progress, progress, sink, asyncio.Event()), deadline_s, seed
+            )
             return
-        queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue(_MAX_QUEUED_DELTAS)
         tasks = []
         for first in range(0, request.num_sequences, request.n):
             started = asyncio.Event()
             for index in range(first, first + request.n):
                 # Only the first choice reports its phase: one label per disconnect.
                 seen = progress if index == 0 else Progress()
-                choice = self._choice(request, index, seen, deadline_s, seed)
-                waits = started if index != first else None
-                tasks.append(asyncio.create_task(_pump(choice, queue, waits, started)))
+                outlet = _Outlet(seen, progress, sink, started, is_first=index == first)
+                choice = self._choice(request, index, outlet, deadline_s, seed)
+                tasks.append(asyncio.create_task(choice))
         try:
-            num_running = len(tasks)
-            while num_running:
-                item = await queue.get()
-                if isinstance(item, Exception):
-                    raise item
-                if item is None:
-                    num_running -= 1
-                else:
-                    progress.num_output_tokens += len(item.token_ids)
-                    yield item
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in tasks:
+                if task.done():
+                    task.result()
         finally:
             for task in tasks:
                 task.cancel()
@@ -87,10 +92,12 @@ class Generator:
         self,
         request: GenerationRequest,
         index: int,
-        progress: Progress,
+        outlet: "_Outlet",
         deadline_s: float,
         seed: int,
-    ) -> AsyncGenerator[Delta, None]:
+    ) -> None:
+        if not outlet.is_first:
+            await outlet.started.wait()
         prompt = request.prompts[index // request.n]
         sequence = SequenceRequest(
             request_id=f"{request.request_id}-{index}",
@@ -102,46 +109,68 @@ class Generator:
             adapter=request.adapter,
         )
         text = ChoiceText(request, self._tokenizer, index=index, prompt_token_ids=prompt)
-        loop = asyncio.get_running_loop()
-        started_s = last_s = loop.time()
-        num_tokens = 0
-        async with aclosing(self._handoff.run(sequence, progress)) as events:
-            async for event in events:
-                now_s = loop.time()
-                if num_tokens:
-                    self._metrics.itl.observe(now_s - last_s)
-                else:
-                    self._metrics.ttft.observe(now_s - started_s)
-                    first_s = now_s
-                last_s = now_s
-                num_tokens += len(event.token_ids)
-                delta = text.push(event)
-                yield delta
-                if text.is_finished:
-                    break
-        if num_tokens > 1:
-            self._metrics.tpot.observe((last_s - first_s) / (num_tokens - 1))
+        sink = _ChoiceSink(text, outlet, self._metrics)
+        try:
+            await self._handoff.run(sequence, outlet.progress, sink)
+        finally:
+            outlet.started.set()
+        sink.end()
 
 
-async def _pump(
-    choice: AsyncGenerator[Delta, None],
-    queue: "asyncio.Queue[Delta | Exception | None]",
-    waits: asyncio.Event | None,
-    started: asyncio.Event,
-) -> None:
-    """Move one choice's deltas to the queue, then None or the error that ended it."""
-    if waits is not None:
-        await waits.wait()
-    try:
-        async with aclosing(choice):
-            async for delta in choice:
-                started.set()
-                await queue.put(delta)
-        await queue.put(None)
-    except Exception as error:  # the reader of the queue raises it
-        await queue.put(error)
-    finally:
-        started.set()
+@dataclass(frozen=True, slots=True)
+class _Outlet:
+    """Where the deltas of one choice go."""
+
+    progress: Progress
+    """Its own."""
+    total: Progress
+    """Of the request."""
+    sink: DeltaSink
+    started: asyncio.Event
+    """Set by the first choice of the prompt; the others wait for it."""
+    is_first: bool = True
+
+
+class _ChoiceSink:
+    """Tokens of one choice in, deltas out, and the times between them."""
+
+    def __init__(self, text: ChoiceText, outlet: _Outlet, metrics: ProxyMetrics) -> None:
+        self._text = text
+        self._outlet = outlet
+        self._metrics = metrics
+        self._now_s = asyncio.get_running_loop().time
+        self._last_s = self._started_s = self._now_s()
+        self._first_s = 0.0
+        self._num_tokens = 0
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing can follow."""
+        return self._text.is_finished
+
+    def push(self, event: TokenEvent) -> bool:
+        """Take an event; False: finished, or `ready` has to be awaited."""
+        now_s = self._now_s()
+        if self._num_tokens:
+            self._metrics.itl.observe(now_s - self._last_s)
+        else:
+            self._metrics.ttft.observe(now_s - self._started_s)
+            self._first_s = now_s
+            self._outlet.started.set()
+        self._last_s = now_s
+        self._num_tokens += len(event.token_ids)
+        delta = self._text.push(event)
+        self._outlet.total.num_output_tokens += len(delta.token_ids)
+        return self._outlet.sink.push(delta) and not self._text.is_finished
+
+    async def ready(self) -> None:
+        """Wait until another event may be pushed."""
+        await self._outlet.sink.ready()
+
+    def end(self) -> None:
+        """Count the finished choice."""
+        if self._num_tokens > 1:
+            self._metrics.tpot.observe((self._last_s - self._first_s) / (self._num_tokens - 1))
 
 
 def _sampling(request: GenerationRequest, seed: int) -> worker_pb2.SamplingParams:

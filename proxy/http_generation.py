@@ -7,7 +7,6 @@ after it is a last `data: {"error": ...}` event, and the stream ends without `[D
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator
 from typing import Any
 
 import orjson
@@ -24,7 +23,8 @@ from proxy.errors import (
 )
 from proxy.generation import Usage
 from proxy.http_body import WriteWatch, cancel_on_disconnect
-from proxy.openai_responses import ChoiceResult, ResponseFormat, select_choices, usage_body
+from proxy.http_protocol import CHUNK_WRITER, ChunkWriter
+from proxy.openai_responses import Gathering, ResponseFormat, select_choices, usage_body
 from proxy.request import GenerationRequest, Progress
 from proxy.service import Service
 
@@ -41,6 +41,111 @@ _SSE_HEADERS = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 )
+
+
+class EventStream:
+    """Sends deltas as server-sent events.
+
+    Most events go straight to the connection (ChunkWriter). The first one, and those for a client
+    that reads too slowly, wait for `ready`.
+    """
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        response_format: ResponseFormat,
+        send: Send,
+        writer: ChunkWriter | None,
+        *,
+        include_usage: bool,
+        continuous_usage: bool,
+    ) -> None:
+        self._request = request
+        self._format = response_format
+        self._send = send
+        self._writer = writer
+        self._include_usage = include_usage
+        self._continuous_usage = continuous_usage
+        self._usage = Usage(prompt_tokens=request.num_prompt_tokens)
+        self._opened: set[int] = set()
+        self._pending: list[bytes] = []
+        self._sending = asyncio.Lock()
+        self._plain: dict[int, tuple[bytes, bytes]] = {}
+        """By choice: what stands before and after the text of an event with nothing else."""
+        self.has_started = False
+        """Whether the status was sent."""
+        self.writes: WriteWatch | None = None
+        """Told when a write begins and ends."""
+
+    def push(self, delta: Delta) -> bool:
+        """Send a delta, or keep it for `ready` and return False."""
+        self._usage.add(delta, self._request)
+        events = self._events(delta)
+        if not events:
+            return True
+        is_free = self.has_started and not self._pending and not self._sending.locked()
+        if is_free and self._writer is not None and self._writer.write(events):
+            return True
+        self._pending.append(events)
+        return False
+
+    async def ready(self) -> None:
+        """Send what was kept; return when the connection has taken it."""
+        async with self._sending:
+            if not self._pending:
+                return
+            if self.writes is not None:
+                self.writes.began_s = asyncio.get_running_loop().time()
+            if not self.has_started:
+                headers = [*_SSE_HEADERS, _request_id(self._request)]
+                start = {"type": "http.response.start", "status": 200, "headers": headers}
+                await self._send(start)
+                self.has_started = True
+            body = {"type": "http.response.body", "body": self.take_pending(), "more_body": True}
+            await self._send(body)
+            if self.writes is not None:
+                self.writes.began_s = None
+
+    def take_pending(self) -> bytes:
+        """What was kept and not sent."""
+        events = b"".join(self._pending)
+        self._pending.clear()
+        return events
+
+    def ending(self) -> bytes:
+        """What follows the last delta."""
+        if not self._include_usage:
+            return _DONE
+        chunk = {**self._format.last_chunk(), "usage": usage_body(self._usage)}
+        return b"data: " + orjson.dumps(chunk) + b"\n\n" + _DONE
+
+    def _events(self, delta: Delta) -> bytes:
+        events = b""
+        if delta.index not in self._opened:
+            self._opened.add(delta.index)
+            opening = self._format.opening(delta.index)
+            if opening is not None:
+                events = self._event(opening)
+        plain = self._plain.get(delta.index)
+        if plain is not None and delta.is_only_text:
+            return events + plain[0] + orjson.dumps(delta.text) + plain[1]
+        if delta.is_visible or self._request.shows_token_ids:
+            events += self._event(self._format.chunk(delta))
+            if not (self._continuous_usage or self._request.shows_token_ids or plain):
+                self._plain[delta.index] = self._template(delta.index)
+        return events
+
+    def _template(self, index: int) -> tuple[bytes, bytes]:
+        sample = Delta(index=index, text=_SAMPLE, token_ids=[])
+        before, _, after = self._event(self._format.chunk(sample)).partition(_SAMPLE_JSON)
+        return before, after
+
+    def _event(self, chunk: dict[str, Any]) -> bytes:
+        if self._continuous_usage:
+            chunk["usage"] = usage_body(self._usage)
+        elif self._include_usage:
+            chunk["usage"] = None
+        return b"data: " + orjson.dumps(chunk) + b"\n\n"
 
 
 class GenerationResponse:
@@ -66,106 +171,61 @@ class GenerationResponse:
         self._is_stream = is_stream
         self._include_usage = include_usage
         self._continuous_usage = continuous_usage
-        self._usage = Usage(prompt_tokens=request.num_prompt_tokens)
-        self._has_started = False
-        self._plain: dict[int, tuple[bytes, bytes]] = {}
-        """By choice: what stands before and after the text of an event with nothing else."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run to the end, whatever it is; nothing is left at the workers afterwards."""
         progress = Progress()
         error: BaseException | None = None
+        gathering = Gathering(self._request)
+        events = self._event_stream(scope, send) if self._is_stream else None
         try:
             timeout_s = self._service.config.client_write_timeout_s
-            async with (
-                cancel_on_disconnect(receive, timeout_s) as writes,
-                self._service.open(self._request, progress, self._account) as deltas,
-            ):
-                if self._is_stream:
-                    await self._stream(deltas, send, writes)
+            async with cancel_on_disconnect(receive, timeout_s) as writes:
+                if events is None:
+                    await self._service.run(self._request, progress, self._account, gathering)
+                    body = await self._body(gathering)
                 else:
-                    body = await self._gather(deltas)
+                    events.writes = writes
+                    await self._service.run(self._request, progress, self._account, events)
+                    await events.ready()
             # NOTE: the last bytes go out when nothing can be cancelled any more: the server
             # reports a finished response as a disconnect.
-            if self._is_stream:
-                await self._write_last(send, self._ending())
-            else:
+            if events is None:
                 await send_json(send, 200, body, [_request_id(self._request)])
+            else:
+                await self._write_last(send, events.ending())
         except ProxyError as failure:
             error = failure
-            await self._send_error(send, failure)
+            await self._send_error(send, failure, events)
         except ClientDisconnected as failure:
             error = failure
         except asyncio.CancelledError:
             # A client that left is a ClientDisconnected: this is the end of the service.
             error = Unavailable("the service is shutting down", retry_after_s=1.0)
-            await self._send_error(send, error)
+            await self._send_error(send, error, events)
         except Exception as failure:  # outermost: the client must get an answer
             error = failure
             logger.exception("request %s failed", self._request.request_id)
-            await self._send_error(send, InternalError("internal error"))
+            await self._send_error(send, InternalError("internal error"), events)
         finally:
             self._service.count(self._api, progress, error)
 
-    async def _gather(self, deltas: AsyncGenerator[Delta, None]) -> dict[str, Any]:
-        choices = [ChoiceResult(index) for index in range(self._request.num_sequences)]
-        async for delta in deltas:
-            choices[delta.index].add(delta)
-            self._usage.add(delta, self._request)
-        selected = select_choices(choices, self._request)
+    def _event_stream(self, scope: Scope, send: Send) -> EventStream:
+        return EventStream(
+            self._request,
+            self._format,
+            send,
+            scope.get("extensions", {}).get(CHUNK_WRITER),
+            include_usage=self._include_usage,
+            continuous_usage=self._continuous_usage,
+        )
+
+    async def _body(self, gathering: Gathering) -> dict[str, Any]:
+        selected = select_choices(gathering.choices, self._request)
         num_logprobs = sum(len(choice.logprobs or ()) for choice in selected)
         if num_logprobs <= _MAX_INLINE_LOGPROBS:
-            return self._format.response(selected, self._usage)
-        return await asyncio.to_thread(self._format.response, selected, self._usage)
-
-    async def _stream(
-        self, deltas: AsyncGenerator[Delta, None], send: Send, writes: WriteWatch
-    ) -> None:
-        loop = asyncio.get_running_loop()
-        opened: set[int] = set()
-        async for delta in deltas:
-            self._usage.add(delta, self._request)
-            events = b""
-            if delta.index not in opened:
-                opened.add(delta.index)
-                opening = self._format.opening(delta.index)
-                if opening is not None:
-                    events = self._event(opening)
-            if delta.is_visible or self._request.shows_token_ids:
-                events += self._text_event(delta) or self._event(self._format.chunk(delta))
-            if not events:
-                continue
-            writes.began_s = loop.time()
-            if not self._has_started:
-                self._has_started = True
-                headers = [*_SSE_HEADERS, _request_id(self._request)]
-                await send({"type": "http.response.start", "status": 200, "headers": headers})
-            await send({"type": "http.response.body", "body": events, "more_body": True})
-            writes.began_s = None
-
-    def _text_event(self, delta: Delta) -> bytes | None:
-        """The event of a delta that is text and nothing else, as most are; None for others."""
-        if self._continuous_usage or self._request.shows_token_ids or not delta.is_only_text:
-            return None
-        plain = self._plain.get(delta.index)
-        if plain is None:
-            sample = Delta(index=delta.index, text=_SAMPLE, token_ids=[])
-            before, _, after = self._event(self._format.chunk(sample)).partition(_SAMPLE_JSON)
-            plain = self._plain[delta.index] = (before, after)
-        return plain[0] + orjson.dumps(delta.text) + plain[1]
-
-    def _event(self, chunk: dict[str, Any]) -> bytes:
-        if self._continuous_usage:
-            chunk["usage"] = usage_body(self._usage)
-        elif self._include_usage:
-            chunk["usage"] = None
-        return b"data: " + orjson.dumps(chunk) + b"\n\n"
-
-    def _ending(self) -> bytes:
-        if not self._include_usage:
-            return _DONE
-        chunk = {**self._format.last_chunk(), "usage": usage_body(self._usage)}
-        return b"data: " + orjson.dumps(chunk) + b"\n\n" + _DONE
+            return self._format.response(selected, gathering.usage)
+        return await asyncio.to_thread(self._format.response, selected, gathering.usage)
 
     async def _write_last(self, send: Send, data: bytes) -> None:
         """End a stream that has begun.
@@ -178,13 +238,13 @@ class GenerationResponse:
         except TimeoutError:
             raise ClientDisconnected("the client reads too slowly") from None
 
-    async def _send_error(self, send: Send, error: ProxyError) -> None:
-        if not self._has_started:
+    async def _send_error(self, send: Send, error: ProxyError, events: EventStream | None) -> None:
+        if events is None or not events.has_started:
             await send_error(send, error)
             return
         event = b"data: " + orjson.dumps(error.body()) + b"\n\n"
         try:
-            await self._write_last(send, event)
+            await self._write_last(send, events.take_pending() + event)
         except ClientDisconnected:
             return
 

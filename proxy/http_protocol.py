@@ -2,9 +2,11 @@
 
 import asyncio
 import re
+from collections.abc import MutableMapping
+from typing import Any, cast
 
 import orjson
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 MAX_HEAD_BYTES = 64 * 1024
 """Request line and headers of one request, and a piece of them that is not complete yet."""
@@ -23,6 +25,31 @@ _REFUSAL = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\n"
     b"content-length: %d\r\nconnection: close\r\n\r\n%b" % (len(_BODY), _BODY)
 )
+
+
+CHUNK_WRITER = "pdserve.chunk_writer"
+"""Extension of the ASGI scope: the ChunkWriter of the request's response."""
+
+
+class ChunkWriter:
+    """Writes pieces of a body that has begun, without a coroutine for each of them."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    def write(self, data: bytes) -> bool:
+        """Write a piece; False, and nothing is written, if it has to go by the ASGI way.
+
+        So it is before the start and after the end of the response, and while the client reads
+        slower than we write.
+        """
+        cycle = self._cycle
+        if cycle.flow.write_paused or cycle.disconnected or not cycle.chunked_encoding:
+            return False
+        if not cycle.response_started or cycle.response_complete:
+            return False
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
 
 
 _UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
@@ -70,6 +97,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._is_in_head = False
         self._stop_waiting()
         super().on_headers_complete()
+        if self.cycle is not None:
+            scope = cast(MutableMapping[str, Any], self.cycle.scope)
+            scope["extensions"] = {CHUNK_WRITER: ChunkWriter(self.cycle)}
 
     def _expect_head(self) -> None:
         if self._head_timer is None:

@@ -55,6 +55,24 @@ class ChoiceResult:
         return sum(values) / len(values) if values else float("-inf")
 
 
+class Gathering:
+    """Keeps all deltas: for whole replies."""
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self._request = request
+        self.choices = [ChoiceResult(index) for index in range(request.num_sequences)]
+        self.usage = Usage(prompt_tokens=request.num_prompt_tokens)
+
+    def push(self, delta: Delta) -> bool:
+        """Add a delta to its choice."""
+        self.choices[delta.index].add(delta)
+        self.usage.add(delta, self._request)
+        return True
+
+    async def ready(self) -> None:
+        """Return at once: there is always room."""
+
+
 def select_choices(
     choices: Sequence[ChoiceResult], request: GenerationRequest
 ) -> Sequence[ChoiceResult]:

@@ -1,7 +1,7 @@
 """What both edges (HTTP and gRPC) hand to the request path, and what comes back from it."""
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -156,8 +156,6 @@ class TokenEvent(NamedTuple):
     """One per token, if asked for."""
     prompt_logprobs: list[TokenLogprobs] | None = None
     """With the first event, if asked for: one per prompt token but the first."""
-    draft_token_ids: Sequence[int] = ()
-    """With a prefiller's event: its guesses for the decoder."""
     num_cached_tokens: int | None = None
     """With the first event: prompt tokens that were not computed."""
     finish_reason: FinishReason | None = None

@@ -6,11 +6,11 @@ metadata, and `retry-after` where it helps.
 """
 
 import asyncio
-import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections import deque
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias, TypeVar
 
 import grpc
@@ -22,8 +22,8 @@ from protos import inference_pb2
 from proxy.auth import Account
 from proxy.choice import Delta
 from proxy.errors import BodyTooLarge, InternalError, InvalidRequest, ProxyError
-from proxy.generation import Usage
-from proxy.http_body import cancel_stalled_writes
+from proxy.generation import DeltaSink, Usage
+from proxy.http_body import WriteWatch, cancel_stalled_writes
 from proxy.openai import (
     ChatCompletionBody,
     CompletionBody,
@@ -32,7 +32,7 @@ from proxy.openai import (
     TokenizeTextBody,
     parse_body,
 )
-from proxy.openai_responses import ChoiceResult, select_choices
+from proxy.openai_responses import Gathering, select_choices
 from proxy.request import GenerationRequest, Progress
 from proxy.rpc_messages import (
     chat_body,
@@ -154,20 +154,17 @@ class _Inference:
     ) -> "grpc.RpcMethodHandler[Any, Any]":
         timeout_s = self._service.config.client_write_timeout_s
 
-        async def call(data: bytes, context: Context) -> AsyncIterator[bytes]:
+        async def call(data: bytes, context: Context) -> None:
             try:
                 account = self._authenticate(context)
                 message = self._parse(kind, data)
                 request = await build(message)
-                continuous = message.options.continuous_usage_stats
-                stream = self._stream(request, api, account, continuous_usage=continuous)
-                loop = asyncio.get_running_loop()
                 with cancel_stalled_writes(timeout_s) as writes:
-                    async with contextlib.aclosing(stream) as chunks:
-                        async for chunk in chunks:
-                            writes.began_s = loop.time()
-                            yield chunk.SerializeToString()
-                            writes.began_s = None
+                    chunks = _ChunkStream(
+                        request, context, writes, message.options.continuous_usage_stats
+                    )
+                    await self._run(request, api, account, chunks)
+                    await chunks.end()
             except ProxyError as error:
                 await _abort(context, error)
             except Exception:  # outermost: the client must get a status
@@ -254,60 +251,85 @@ class _Inference:
         )
 
     async def _gather(self, request: GenerationRequest, api: str, account: Account) -> Message:
-        choices = [ChoiceResult(index) for index in range(request.num_sequences)]
-        usage = Usage(prompt_tokens=request.num_prompt_tokens)
-        async with contextlib.aclosing(self._deltas(request, api, account)) as deltas:
-            async for delta in deltas:
-                choices[delta.index].add(delta)
-                usage.add(delta, request)
+        gathering = Gathering(request)
+        await self._run(request, api, account, gathering)
+        choices = select_choices(gathering.choices, request)
         return inference_pb2.GenerateResponse(
             id=request.request_id,
             model=request.model,
             created=int(time.time()),
-            choices=[whole_choice(request, choice) for choice in select_choices(choices, request)],
-            usage=usage_message(usage),
+            choices=[whole_choice(request, choice) for choice in choices],
+            usage=usage_message(gathering.usage),
         )
 
-    async def _stream(
-        self, request: GenerationRequest, api: str, account: Account, *, continuous_usage: bool
-    ) -> AsyncGenerator[inference_pb2.GenerateChunk, None]:
-        usage = Usage(prompt_tokens=request.num_prompt_tokens)
-        created = int(time.time())
-        opened: set[int] = set()
-        async with contextlib.aclosing(self._deltas(request, api, account)) as deltas:
-            async for delta in deltas:
-                usage.add(delta, request)
-                choice = choice_delta(request, delta, is_first=delta.index not in opened)
-                opened.add(delta.index)
-                yield inference_pb2.GenerateChunk(
-                    id=request.request_id,
-                    model=request.model,
-                    created=created,
-                    choices=[choice],
-                    usage=usage_message(usage) if continuous_usage else None,
-                )
-        yield inference_pb2.GenerateChunk(
-            id=request.request_id, model=request.model, created=created, usage=usage_message(usage)
-        )
-
-    async def _deltas(
-        self, request: GenerationRequest, api: str, account: Account
-    ) -> AsyncGenerator[Delta, None]:
+    async def _run(
+        self, request: GenerationRequest, api: str, account: Account, sink: DeltaSink
+    ) -> None:
         """Run a request and count how it ended."""
         progress = Progress()
         error: BaseException | None = None
         try:
-            async with self._service.open(request, progress, account) as deltas:
-                async for delta in deltas:
-                    yield delta
-        except GeneratorExit:
-            error = asyncio.CancelledError()
-            raise
+            await self._service.run(request, progress, account, sink)
         except BaseException as failure:
             error = failure
             raise
         finally:
             self._service.count(api, progress, error)
+
+
+class _ChunkStream:
+    """Sends deltas as messages of a call; every one waits for `ready`."""
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        context: Context,
+        writes: WriteWatch,
+        continuous_usage: bool,
+    ) -> None:
+        self._request = request
+        self._context = context
+        self._writes = writes
+        self._continuous_usage = continuous_usage
+        self._usage = Usage(prompt_tokens=request.num_prompt_tokens)
+        self._created = int(time.time())
+        self._opened: set[int] = set()
+        self._pending: deque[bytes] = deque()
+        self._sending = asyncio.Lock()
+
+    def push(self, delta: Delta) -> bool:
+        """Keep a delta for `ready`."""
+        self._usage.add(delta, self._request)
+        choice = choice_delta(self._request, delta, is_first=delta.index not in self._opened)
+        self._opened.add(delta.index)
+        usage = usage_message(self._usage) if self._continuous_usage else None
+        self._pending.append(self._chunk([choice], usage))
+        return False
+
+    async def ready(self) -> None:
+        """Send what was kept."""
+        async with self._sending:
+            while self._pending:
+                self._writes.began_s = asyncio.get_running_loop().time()
+                await self._context.write(self._pending.popleft())
+                self._writes.began_s = None
+
+    async def end(self) -> None:
+        """Send the rest, and the usage."""
+        self._pending.append(self._chunk([], usage_message(self._usage)))
+        await self.ready()
+
+    def _chunk(
+        self, choices: list[inference_pb2.Choice], usage: inference_pb2.Usage | None
+    ) -> bytes:
+        chunk = inference_pb2.GenerateChunk(
+            id=self._request.request_id,
+            model=self._request.model,
+            created=self._created,
+            choices=choices,
+            usage=usage,
+        )
+        return chunk.SerializeToString()
 
 
 async def _abort(context: Context, error: ProxyError) -> None:

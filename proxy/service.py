@@ -3,18 +3,15 @@
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 from protos import worker_pb2
 from proxy.adapters import Adapters
 from proxy.admission import Admission
 from proxy.auth import Account, Accounts
-from proxy.choice import Delta
 from proxy.config import ProxyConfig
 from proxy.errors import ClientDisconnected, ProxyError
-from proxy.generation import Generator
+from proxy.generation import DeltaSink, Generator
 from proxy.handoff import Handoff
 from proxy.metrics import ProxyMetrics, ProxyState
 from proxy.request import GenerationRequest, Progress
@@ -62,13 +59,12 @@ class Service:
         )
         return min((limit for limit in limits if limit), default=2048)
 
-    @asynccontextmanager
-    async def open(
-        self, request: GenerationRequest, progress: Progress, account: Account
-    ) -> AsyncIterator[AsyncGenerator[Delta, None]]:
-        """Admit a request and run it; leaving the context cancels what is left of it.
+    async def run(
+        self, request: GenerationRequest, progress: Progress, account: Account, sink: DeltaSink
+    ) -> None:
+        """Admit a request and run it; cancellation leaves nothing of it.
 
-        Raises: Overloaded, RateLimited: not admitted. The iterator raises ProxyError.
+        Raises: Overloaded, RateLimited: not admitted; ProxyError: it cannot go on.
         """
         loop = asyncio.get_running_loop()
         arrival_s = loop.time()
@@ -78,15 +74,14 @@ class Service:
         account.admit(request.num_prompt_tokens)
         async with self.admission.admit(request.num_sequences):
             self.metrics.queue.observe(loop.time() - arrival_s)
-            deltas = self._generator.stream(
-                request,
-                progress,
-                deadline_s=arrival_s + self.config.request_timeout_s,
-                seed=seed,
-            )
             try:
-                async with aclosing(deltas):
-                    yield deltas
+                await self._generator.run(
+                    request,
+                    progress,
+                    sink,
+                    deadline_s=arrival_s + self.config.request_timeout_s,
+                    seed=seed,
+                )
             finally:
                 account.charge(progress.num_output_tokens)
         self.metrics.e2e.observe(loop.time() - arrival_s)

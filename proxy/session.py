@@ -333,8 +333,15 @@ class WorkerSession:
     def _dispatch(self, message: worker_pb2.WorkerMessage) -> None:
         kind = message.WhichOneof("message")
         if kind == "step":
+            calls = self._calls
             for output in message.step.outputs:
-                self._deliver(output, is_over=output.finish_reason != worker_pb2.FINISH_NONE)
+                key = output.key
+                call = calls.get((key.request_id, key.attempt))
+                is_over = output.finish_reason != worker_pb2.FINISH_NONE
+                if call is not None and call.state is CallState.OPEN and not is_over:
+                    call.inbox.put((call, output))
+                else:
+                    self._deliver(output, is_over=is_over)
         elif kind == "reserved":
             self._deliver(message.reserved, is_over=False)
         elif kind == "failed":

@@ -1,10 +1,11 @@
 """Readers of inboxes: order, deadlines, and turns that leave the event loop to others."""
 
 import asyncio
+from collections import deque
 
 import pytest
 
-from proxy.inbox import Inbox, WakeQueue
+from proxy.inbox import Inbox, TurnQueue
 
 
 def now_s() -> float:
@@ -12,7 +13,7 @@ def now_s() -> float:
 
 
 async def test_messages_come_in_order_whether_awaited_or_not() -> None:
-    inbox: Inbox[int] = Inbox(WakeQueue())
+    inbox: Inbox[int] = Inbox(TurnQueue())
     reader = asyncio.create_task(inbox.get(now_s() + 5))
     await asyncio.sleep(0)
     for number in range(3):
@@ -22,7 +23,7 @@ async def test_messages_come_in_order_whether_awaited_or_not() -> None:
 
 
 async def test_a_deadline_ends_the_wait_also_when_it_moved() -> None:
-    inbox: Inbox[int] = Inbox(WakeQueue())
+    inbox: Inbox[int] = Inbox(TurnQueue())
     for far_s, near_s in ((30.0, 0.01), (0.01, 0.03)):
         reader = asyncio.create_task(inbox.get(now_s() + far_s))
         await asyncio.sleep(0)
@@ -36,7 +37,7 @@ async def test_a_deadline_ends_the_wait_also_when_it_moved() -> None:
 
 
 async def test_a_cancelled_reader_loses_no_message() -> None:
-    inbox: Inbox[int] = Inbox(WakeQueue())
+    inbox: Inbox[int] = Inbox(TurnQueue())
     reader = asyncio.create_task(inbox.get(now_s() + 5))
     await asyncio.sleep(0)
     inbox.put(7)
@@ -48,7 +49,7 @@ async def test_a_cancelled_reader_loses_no_message() -> None:
 
 
 async def test_many_readers_leave_turns_to_others_and_find_what_came_meanwhile() -> None:
-    wakes = WakeQueue()
+    wakes = TurnQueue()
     inboxes: list[Inbox[int]] = [Inbox(wakes) for _ in range(1000)]
     together: list[int] = []
 
@@ -76,3 +77,69 @@ async def test_many_readers_leave_turns_to_others_and_find_what_came_meanwhile()
     assert together[-1] == 2
     for inbox in inboxes:
         inbox.close()
+
+
+async def test_a_function_takes_what_came_each_turn_until_it_says_no() -> None:
+    inbox: Inbox[int] = Inbox(TurnQueue())
+    taken: list[list[int]] = []
+
+    def take(messages: deque[int]) -> bool:
+        taken.append(list(messages))
+        messages.clear()
+        return taken[-1][-1] != 4
+
+    inbox.put(0)
+    consuming = asyncio.create_task(inbox.consume(take, timeout_s=5, deadline_s=now_s() + 5))
+    for pair in ((1, 2), (3, 4), (5, 6)):
+        await asyncio.sleep(0.001)
+        for number in pair:
+            inbox.put(number)
+    await consuming
+    assert taken == [[0], [1, 2], [3, 4]]
+    assert [await inbox.get(now_s()), await inbox.get(now_s())] == [5, 6]
+    inbox.close()
+
+
+async def test_what_a_function_leaves_or_raises_is_not_lost() -> None:
+    inbox: Inbox[int] = Inbox(TurnQueue())
+
+    def take(messages: deque[int]) -> bool:
+        if messages.popleft() == 2:
+            raise ValueError("two")
+        return True
+
+    consuming = asyncio.create_task(inbox.consume(take, timeout_s=5, deadline_s=now_s() + 5))
+    await asyncio.sleep(0)
+    for number in range(4):
+        inbox.put(number)
+    with pytest.raises(ValueError, match="two"):
+        await consuming
+    assert await inbox.get(now_s()) == 3
+    inbox.close()
+
+
+async def test_a_function_waits_so_long_for_the_next_and_not_for_all() -> None:
+    inbox: Inbox[int] = Inbox(TurnQueue())
+    num = 0
+
+    def take(messages: deque[int]) -> bool:
+        nonlocal num
+        num += len(messages)
+        messages.clear()
+        return True
+
+    async def feed() -> None:
+        for _ in range(6):
+            await asyncio.sleep(0.05)
+            inbox.put(1)
+
+    feeding = asyncio.create_task(feed())
+    with pytest.raises(TimeoutError):
+        await inbox.consume(take, timeout_s=0.25, deadline_s=now_s() + 30)
+    assert num == 6
+    await feeding
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(5) as guard:
+            await inbox.consume(take, timeout_s=30, deadline_s=now_s() + 0.01)
+    assert not guard.expired()
+    inbox.close()

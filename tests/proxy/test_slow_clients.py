@@ -57,3 +57,39 @@ async def test_200_stalled_readers_are_ended_and_leave_nothing(stand: StandFacto
         again_s = min([await timed_stream(proxy) for _ in range(3)])
         assert again_s < alone_s * 2 + 0.2
         await proxy.until_idle()
+
+
+async def test_a_client_that_pauses_gets_every_event_in_order(stand: StandFactory) -> None:
+    async with stand() as proxy:
+        for worker in proxy.workers:
+            worker.behavior.token_delay_s = 0.0
+        options = {"model": MODEL, "prompt": "a", "max_tokens": 300, "logprobs": 20, "n": 2}
+        whole = (await proxy.http.post("/v1/completions", json=options)).json()
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(client, ("127.0.0.1", proxy.server.http_port))
+        body = json.dumps({**options, "stream": True}).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\n"
+        await loop.sock_sendall(
+            client, f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+        )
+        # The workers are through with it long before the client reads: writes have paused.
+        decoder = proxy.decoders[0]
+        await proxy.until(lambda: len(decoder.works) == 4 and not decoder.held, 20)
+        assert proxy.server.service.state().num_in_flight == 1
+        reader, writer = await asyncio.open_connection(sock=client, limit=1 << 22)
+        await reader.readuntil(b"\r\n\r\n")
+        texts = ["", ""]
+        events = []
+        while size := int(await reader.readline(), 16):
+            piece = await reader.readexactly(size + 2)
+            events += [line[6:] for line in piece.split(b"\n\n") if line.startswith(b"data: ")]
+        assert events.pop() == b"[DONE]"
+        for event in events:
+            (choice,) = json.loads(event)["choices"]
+            texts[choice["index"]] += choice["text"]
+        assert texts == [choice["text"] for choice in whole["choices"]]
+        writer.close()
+        await proxy.until_idle()
