@@ -1,5 +1,6 @@
 """From options to grammars: what matches and what does not, in every tool format."""
 
+import functools
 import json
 from typing import Any
 
@@ -42,10 +43,19 @@ FUNCTIONS = [{"name": "get_weather", "parameters": PARAMETERS}, {"name": "now"}]
 OSLO = '{"city": "Oslo"}'
 
 
+compiler = functools.lru_cache(maxsize=1)(_compiler)
+
+
+@functools.lru_cache(maxsize=4)
+def compiled(tokenizer: Tokenizer, grammar: str) -> LLMatcher:
+    matcher = LLMatcher(compiler(tokenizer), grammar, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    return matcher
+
+
 def matches(tokenizer: Tokenizer, grammar: str, text: str) -> bool:
     """Whether the whole text is in the language."""
-    matcher = LLMatcher(_compiler(tokenizer), grammar, log_level=0)
-    assert not matcher.is_error(), matcher.get_error()
+    matcher = compiled(tokenizer, grammar).deep_copy()
     ids = tokenizer.encode(text, add_special_tokens=False)
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 

@@ -146,7 +146,8 @@ async def test_a_deadline_of_the_client_ends_the_request(
                 await stub.Generate(request, timeout=0.4)
         assert ended.value.code() == Code.DEADLINE_EXCEEDED
         await proxy.until_idle()
-        assert len(proxy.decoders[0].cancelled) == 1
+        # On a busy machine the deadline may come before the decoder has heard of the request.
+        assert len(proxy.decoders[0].cancelled) == len(proxy.decoders[0].works)
 
 
 async def test_calls_that_are_cancelled_at_any_moment_leave_nothing(stand: StandFactory) -> None:
