@@ -135,8 +135,8 @@ class DecodePool:
         match event:
             case KVArrived():
                 self._on_arrived(entry)
-            case KVFailed(_, reason, quiet):
-                self._on_failed(entry, reason, quiet)
+            case KVFailed():
+                self._on_failed(entry, event)
             case KVQuiet():
                 entry.expecting = False
                 if entry.ending:
@@ -232,13 +232,18 @@ class DecodePool:
         elif entry.request.state is RequestState.WAITING_FOR_REMOTE_KV:
             self._start(entry)
 
-    def _on_failed(self, entry: Entry, reason: str, quiet: bool) -> None:
+    def _on_failed(self, entry: Entry, event: KVFailed) -> None:
         key = entry.request.key
-        entry.expecting = not quiet
+        entry.expecting = not event.quiet
         if not entry.ending:
-            self._replies.failed(key, worker_pb2.FAILURE_TRANSFER, reason)
+            self._replies.failed(
+                key,
+                worker_pb2.FAILURE_TRANSFER,
+                event.reason,
+                is_counted=not event.withdrawn,
+            )
             self._quarantine(entry)
-        if quiet:
+        if event.quiet:
             self.release(key)
 
     def _live_entry(self, key: RequestKey) -> Entry | None:

@@ -59,6 +59,8 @@ class KVFailed:
     key: RequestKey
     reason: str
     quiet: bool
+    withdrawn: bool = False
+    """The writer was told that nobody needs them: no failure of a transfer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,8 @@ class RankTransfer:
         """Whether the reader was asked for a grant and so has to be told the end."""
         self.is_unanswered = False
         """Whether it failed because the reader neither granted nor refused it."""
+        self.is_withdrawn = False
+        """Whether it ended because nobody needs it."""
         self.block_indices = block_indices
         self._config = config
         self._on_done = on_done
@@ -88,9 +90,15 @@ class RankTransfer:
         self.fail(reason)
         self._wake()
 
-    def fail(self, reason: str) -> None:
+    def withdraw(self, reason: str) -> None:
+        """Like abort, but not counted as a failure, on either side."""
+        self.fail(reason, withdrawn=True)
+        self._wake()
+
+    def fail(self, reason: str, *, withdrawn: bool = False) -> None:
         """Record the first reason why this transfer cannot succeed, and drop what is queued."""
         with self._lock:
+            self.is_withdrawn = self.is_withdrawn or (withdrawn and not self._error)
             self._error = self._error or reason or "aborted"
             self._pushes.clear()
 

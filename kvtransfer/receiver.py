@@ -50,6 +50,7 @@ from protos import worker_pb2, worker_pb2_grpc
 logger = logging.getLogger(__name__)
 
 LANDING_POLL_S = 0.005
+WITHDRAWN = "withdrawn"
 
 
 _Reservation = Reservation[WriterStream]
@@ -157,6 +158,7 @@ class Receiver(worker_pb2_grpc.KVLinkServicer):
                 num_quarantined_blocks=sum(len(r.block_ids) for r in quarantined),
                 num_stale=self._counters.num_stale,
                 num_arrived=self._counters.num_arrived,
+                num_withdrawn=self._counters.num_withdrawn,
                 failures=dict(self._counters.failures),
                 transfers=[
                     worker_pb2.TransferPeerStats(
@@ -313,7 +315,10 @@ class Receiver(worker_pb2_grpc.KVLinkServicer):
                 part.state = PartState.VERIFYING
                 self._executor.submit(self._verify, key, reservation, part, end)
                 return
-        failure = ("incomplete", f"the writer gave up: {end.error or 'aborted'}")
+        if end.withdrawn:
+            failure = (WITHDRAWN, f"the writer withdrew: {end.error}")
+        else:
+            failure = ("incomplete", f"the writer gave up: {end.error or 'aborted'}")
         self._conclude(key, reservation, part, failure)
 
     def _verify(
@@ -387,7 +392,8 @@ class Receiver(worker_pb2_grpc.KVLinkServicer):
                 peer.num_bytes += num_bytes
             is_quiet = reservation.is_quiet
             if is_first_failure:
-                self._events.append(KVFailed(key, reason, quiet=is_quiet))
+                withdrawn = kind == WITHDRAWN
+                self._events.append(KVFailed(key, reason, quiet=is_quiet, withdrawn=withdrawn))
             elif is_quiet and reservation.is_ended:
                 self._events.append(KVQuiet(key))
             elif reservation.is_complete:
@@ -401,6 +407,9 @@ class Receiver(worker_pb2_grpc.KVLinkServicer):
         """Note the first failure of a key and stop its other ranks. The lock is held."""
         self._abort_others(key, reservation)
         reservation.is_failed = True
+        if kind == WITHDRAWN:
+            self._counters.num_withdrawn += 1
+            return
         self._counters.failures[kind] += 1
         self._peer(part.writer).num_failures += 1
 

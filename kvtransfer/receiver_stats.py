@@ -20,6 +20,8 @@ class ReceiverStats:
     num_stale: int
     """Messages that were late, repeated or about an unknown key."""
     num_arrived: int
+    num_withdrawn: int
+    """Ended by a writer that was told that nobody needs them; no failures."""
     failures: dict[str, int]
     """By reason: incomplete, checksum, link."""
     transfers: list[worker_pb2.TransferPeerStats]
@@ -43,6 +45,7 @@ class Counters:
 
     num_stale: int = 0
     num_arrived: int = 0
+    num_withdrawn: int = 0
     failures: Counter[str] = field(default_factory=Counter)
     peers: dict[tuple[str, int], PeerCounters] = field(default_factory=dict)
     """By engine id and rank."""

@@ -70,6 +70,13 @@ class Transfer:
         if not self._parts:
             self._conclude(reason or "aborted")
 
+    def withdraw(self, reason: str) -> None:
+        """Like abort, for a transfer that nobody needs any more: no failure is counted."""
+        for part in self._parts:
+            part.withdraw(reason)
+        if not self._parts:
+            self._conclude(reason or "withdrawn")
+
     def on_part_done(self, result: TransferResult) -> None:
         """A part is over; called by the thread of its link."""
         with self._lock:

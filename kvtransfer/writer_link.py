@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import grpc
@@ -85,8 +85,7 @@ class WriterIdentity:
 class _Ending:
     """An EndWrite that waits until the transport has let go of the target."""
 
-    key: RequestKey
-    error: str
+    end: worker_pb2.EndWrite
     not_before_s: float
 
 
@@ -294,7 +293,7 @@ class WriterLink:
                     if message.HasField("abort"):
                         self._answer_abort(key_from_proto(answer.key))
                 elif message.HasField("abort"):
-                    transfer.fail("the reader gave up")
+                    transfer.fail("the reader gave up", withdrawn=True)
                 elif message.grant.granted:
                     transfer.grant()
                 else:
@@ -304,8 +303,8 @@ class WriterLink:
 
     def _answer_abort(self, key: RequestKey) -> None:
         """The reader still waits for the end of a transfer that is over: its EndWrite was lost."""
-        if all(ending.key != key for ending in self._endings):
-            self._send_end(key, "the transfer is over", ())
+        if all(key_from_proto(ending.end.key) != key for ending in self._endings):
+            self._send_end(self._incomplete(key, "the transfer is over"))
 
     def _begin(self, transfer: RankTransfer) -> None:
         transfer.is_begun = True
@@ -369,16 +368,22 @@ class WriterLink:
         with self._condition:
             self._transfers.pop(transfer.key, None)
         if error:
-            self._stats.num_failures += 1
+            self._stats.num_failures += not transfer.is_withdrawn
+            end = self._incomplete(transfer.key, error, withdrawn=transfer.is_withdrawn)
             if transfer.is_begun and not_before_s:
-                self._endings.append(_Ending(transfer.key, error, not_before_s))
+                self._endings.append(_Ending(end, not_before_s))
             elif transfer.is_begun:
-                self._send_end(transfer.key, error, ())
+                self._send_end(end)
         else:
             self._stats.num_transfers += 1
             self._stats.num_blocks += len(transfer.block_indices)
-            checksums = transfer.layer_checksums() if self._checksum_every else ()
-            self._send_end(transfer.key, "", checksums)
+            end = worker_pb2.EndWrite(
+                key=key_to_proto(transfer.key),
+                complete=True,
+                checksums=transfer.layer_checksums() if self._checksum_every else (),
+                checksum_every=self._checksum_every,
+            )
+            self._send_end(end)
         transfer.conclude(error)
 
     def _send_due_endings(self, connection: Connection) -> None:
@@ -387,16 +392,13 @@ class WriterLink:
         now = time.monotonic()
         for ending in [ending for ending in self._endings if ending.not_before_s <= now]:
             self._endings.remove(ending)
-            self._send_end(ending.key, ending.error, ())
+            self._send_end(ending.end)
 
-    def _send_end(self, key: RequestKey, error: str, checksums: Sequence[int]) -> None:
-        end = worker_pb2.EndWrite(
-            key=key_to_proto(key),
-            complete=not error,
-            checksums=checksums,
-            error=error,
-            checksum_every=self._checksum_every,
-        )
+    @staticmethod
+    def _incomplete(key: RequestKey, error: str, *, withdrawn: bool = False) -> worker_pb2.EndWrite:
+        return worker_pb2.EndWrite(key=key_to_proto(key), error=error, withdrawn=withdrawn)
+
+    def _send_end(self, end: worker_pb2.EndWrite) -> None:
         self._outgoing.put(worker_pb2.WriterMessage(end=end))
 
     def _wait_for_work(self) -> None:

@@ -90,7 +90,7 @@ class PrefillPool:
         if request.finish_reason is None:
             transfer.finish()
         else:
-            transfer.abort("the first token ended the request")
+            transfer.withdraw("the first token ended the request")
 
     def conclude(self, result: TransferResult) -> None:
         """The transfer of a request is over."""
@@ -110,7 +110,7 @@ class PrefillPool:
             self._release(entry)
             return
         self._leave_scheduler(entry.request)
-        entry.transfer.abort(reason)
+        entry.transfer.withdraw(reason)
 
     def transfers(self) -> list[worker_pb2.TransferPeerStats]:
         """Of the leader's own rank."""

@@ -585,8 +585,11 @@ class NotArriving(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     QUIET_FIELD_NUMBER: _builtins.int
+    WITHDRAWN_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     quiet: _builtins.bool
+    withdrawn: _builtins.bool
+    """by the writer, which did not fail"""
     @_builtins.property
     def key(self) -> _worker_pb2.RequestKey: ...
     def __init__(
@@ -595,10 +598,11 @@ class NotArriving(_message.Message):
         key: _worker_pb2.RequestKey | None = ...,
         reason: _builtins.str = ...,
         quiet: _builtins.bool = ...,
+        withdrawn: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "quiet", b"quiet", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "quiet", b"quiet", "reason", b"reason", "withdrawn", b"withdrawn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

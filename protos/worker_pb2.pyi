@@ -1525,11 +1525,14 @@ class EndWrite(_message.Message):
     CHECKSUMS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     CHECKSUM_EVERY_FIELD_NUMBER: _builtins.int
+    WITHDRAWN_FIELD_NUMBER: _builtins.int
     complete: _builtins.bool
-    """false: aborted or failed"""
+    """false: withdrawn, aborted or failed"""
     error: _builtins.str
     checksum_every: _builtins.int
     """one of so many runs was hashed; 0 and 1: every one"""
+    withdrawn: _builtins.bool
+    """not complete because nobody needs it any more: no failure"""
     @_builtins.property
     def key(self) -> Global___RequestKey: ...
     @_builtins.property
@@ -1544,10 +1547,11 @@ class EndWrite(_message.Message):
         checksums: _abc.Iterable[_builtins.int] | None = ...,
         error: _builtins.str = ...,
         checksum_every: _builtins.int = ...,
+        withdrawn: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum_every", b"checksum_every", "checksums", b"checksums", "complete", b"complete", "error", b"error", "key", b"key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum_every", b"checksum_every", "checksums", b"checksums", "complete", b"complete", "error", b"error", "key", b"key", "withdrawn", b"withdrawn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

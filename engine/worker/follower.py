@@ -119,10 +119,10 @@ class _Transfers:
         if (transfer := self._transfers.pop(key, None)) is not None:
             transfer.finish()
 
-    def abort(self, key: RequestKey, reason: str) -> None:
-        """Give it up; its end is reported."""
+    def withdraw(self, key: RequestKey, reason: str) -> None:
+        """End it, which nobody needs; its end is reported."""
         if (transfer := self._transfers.pop(key, None)) is not None:
-            transfer.abort(reason)
+            transfer.withdraw(reason)
 
     def _on_done(self, result: TransferResult) -> None:
         self._transfers.pop(result.key, None)
@@ -169,7 +169,7 @@ class _Commands:
                     self._transfers.finish(key_from_proto(command.finish_transfer.key))
                 case "abort_transfer":
                     abort = command.abort_transfer
-                    self._transfers.abort(key_from_proto(abort.key), abort.reason)
+                    self._transfers.withdraw(key_from_proto(abort.key), abort.reason)
                 case _:
                     return
 
@@ -284,8 +284,9 @@ def _report_received(wire: Wire, event: ReceiveEvent) -> None:
     match event:
         case KVArrived():
             _report(wire, arrived=ranks_pb2.Arrived(key=key))
-        case KVFailed(_, reason, quiet):
-            _report(wire, not_arriving=ranks_pb2.NotArriving(key=key, reason=reason, quiet=quiet))
+        case KVFailed(_, reason, quiet, withdrawn):
+            failed = ranks_pb2.NotArriving(key=key, reason=reason, quiet=quiet, withdrawn=withdrawn)
+            _report(wire, not_arriving=failed)
         case KVQuiet():
             _report(wire, quiet=ranks_pb2.Quiet(key=key))
 

@@ -7,7 +7,7 @@ the loop sees is what one Sender or Receiver would report.
 
 import threading
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.parallel_config import ParallelConfig
 from engine.request import RequestKey
@@ -67,12 +67,12 @@ class EngineTransfer:
         if self.own is not None:
             self.own.finish()
 
-    def abort(self, reason: str) -> None:
-        """Give it up."""
+    def withdraw(self, reason: str) -> None:
+        """End it: nobody needs it any more."""
         abort = ranks_pb2.AbortTransfer(key=key_to_proto(self.key), reason=reason)
         self._tell(ranks_pb2.RankCommand(abort_transfer=abort))
         if self.own is not None:
-            self.own.abort(reason)
+            self.own.withdraw(reason)
 
     def on_rank_done(self, result: TransferResult) -> None:
         """One rank's part is over; any thread."""
@@ -270,7 +270,8 @@ class EngineReceiver:
             case "not_arriving":
                 failed = event.not_arriving
                 key = key_from_proto(failed.key)
-                self._on_event(rank, KVFailed(key, f"rank {rank}: {failed.reason}", failed.quiet))
+                reason = f"rank {rank}: {failed.reason}"
+                self._on_event(rank, KVFailed(key, reason, failed.quiet, failed.withdrawn))
             case "quiet":
                 self._on_event(rank, KVQuiet(key_from_proto(event.quiet.key)))
             case kind:
@@ -286,17 +287,16 @@ class EngineReceiver:
                     arrival.arrived.add(rank)
                     if rank not in arrival.cancelled:
                         arrival.settled.add(rank)
-                case KVFailed(_, reason, quiet):
-                    self._on_failed(rank, arrival, event.key, reason, quiet)
+                case KVFailed():
+                    self._on_failed(rank, arrival, event)
                     return
                 case KVQuiet():
                     arrival.settled.add(rank)
             self._conclude(event.key, arrival)
 
-    def _on_failed(
-        self, rank: int, arrival: _Arrival, key: RequestKey, reason: str, quiet: bool
-    ) -> None:
-        if quiet and rank not in arrival.cancelled:
+    def _on_failed(self, rank: int, arrival: _Arrival, event: KVFailed) -> None:
+        key = event.key
+        if event.quiet and rank not in arrival.cancelled:
             arrival.settled.add(rank)
         if arrival.failed or arrival.given_up:
             self._conclude(key, arrival)
@@ -304,7 +304,7 @@ class EngineReceiver:
         arrival.failed = True
         is_quiet = arrival.settled == self._all
         # NOTE: said before the others can answer, so that KVQuiet comes after it.
-        self._emit(KVFailed(key, reason, is_quiet))
+        self._emit(replace(event, quiet=is_quiet))
         if is_quiet:
             del self._arrivals[key]
             return

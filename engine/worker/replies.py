@@ -34,9 +34,17 @@ class Replies:
         """Queue the tokens of a step, one message per session."""
         self._queued += group_by_session(emitted, self._leases.session_of)
 
-    def failed(self, key: RequestKey, code: worker_pb2.FailureCode.ValueType, reason: str) -> None:
+    def failed(
+        self,
+        key: RequestKey,
+        code: worker_pb2.FailureCode.ValueType,
+        reason: str,
+        *,
+        is_counted: bool = True,
+    ) -> None:
         """Say that the attempt is over, and count it."""
-        self._counters.failures[worker_pb2.FailureCode.Name(code).lower()] += 1
+        if is_counted:
+            self._counters.failures[worker_pb2.FailureCode.Name(code).lower()] += 1
         failed = worker_pb2.Failed(key=key_to_proto(key), code=code, message=reason)
         self.send(key, worker_pb2.WorkerMessage(failed=failed))
 

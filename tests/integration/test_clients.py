@@ -156,6 +156,12 @@ def test_one_token_and_stop_strings_need_no_decode_work(
     eos = client.completions.create(model=MODEL, prompt=prompt, logit_bias={"2": 100})
     assert eos.choices[0].finish_reason == "stop"
     assert decoder.stats().num_generated_tokens == before
+    # What the first token made needless was withdrawn: no worker calls that a failure.
+    service.assert_idle()
+    for worker in service.workers:
+        stats = worker.stats()
+        assert not stats.failures
+        assert sum(peer.num_failures for peer in stats.transfers) == 0
 
 
 def test_cached_tokens_are_right(client: openai.OpenAI) -> None:

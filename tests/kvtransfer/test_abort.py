@@ -30,6 +30,35 @@ def test_abort_before_anything_was_pushed() -> None:
         assert writer.results.empty()
 
 
+def test_what_nobody_needs_is_withdrawn_and_no_failure_on_either_side() -> None:
+    with pair() as (writer, reader):
+        for number, gives_up in enumerate(("writer", "reader", "broken")):
+            key = ("request", number)
+            transfer = writer.begin(key, reader.expect(key, [1]))
+            eventually(lambda: reader.receiver.stats().num_granted == 1)
+            if gives_up == "writer":
+                transfer.withdraw("the first token ended the request")
+                event = reader.next_event()
+                assert isinstance(event, KVFailed)
+                assert event.withdrawn
+                assert event.quiet
+            elif gives_up == "reader":
+                reader.receiver.cancel(key)
+                assert reader.next_event() == KVQuiet(key)
+            else:
+                transfer.abort("a rank of it failed")
+                event = reader.next_event()
+                assert isinstance(event, KVFailed)
+                assert not event.withdrawn
+            assert not writer.next_result().ok
+            is_broken = int(gives_up == "broken")
+            stats = reader.receiver.stats()
+            assert stats.num_withdrawn == 1
+            assert stats.failures == ({"incomplete": 1} if is_broken else {})
+            assert sum(peer.num_failures for peer in stats.transfers) == is_broken
+            assert sum(peer.num_failures for peer in writer.sender.stats()) == is_broken
+
+
 def test_abort_before_the_link_is_open_asks_for_nothing() -> None:
     with pair() as (writer, reader):
         target = reader.target([1])
