@@ -1,5 +1,15 @@
 """Environment that Ray reads in every one of its processes; it has no other way to be told."""
 
+_LEAN = {
+    # Spare processes for tasks, 200 MB each; the service has actors only.
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_num_workers_soft_limit": "0",
+    # Nobody reads these here, and Ray wakes up to gather them.
+    "RAY_enable_metrics_collection": "0",
+    "RAY_task_events_report_interval_ms": "0",
+}
+"""For a Ray that serves nothing but this service."""
+
 
 def ray_environment(*, is_local: bool, token: str) -> dict[str, str]:
     """Variables to set before Ray is imported."""
@@ -12,5 +22,5 @@ def ray_environment(*, is_local: bool, token: str) -> dict[str, str]:
     if is_local:
         # NOTE: Ray's ports listen on all addresses, whatever address it is given: without a
         # token, whoever reaches this machine could run code on it.
-        variables |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+        variables |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token} | _LEAN
     return variables
