@@ -22,7 +22,7 @@ import torch
 from worker_engine import BenchEngine, default_output
 
 from engine.config import Quantization
-from engine.kv_layout import kv_layout
+from engine.kv_layout import kv_layout, poisoned_caches
 from engine.models import build_model
 from engine.request import Request, SamplingParams
 from engine.runner import Runner
@@ -84,18 +84,22 @@ def llama_cpp_ms(folder: Path, model: str, threads: int) -> float:
     return float(json.loads(done.stdout.splitlines()[-1])["median_ms"])
 
 
-def perplexity(model: str, quantization: Quantization, ops: str, token_ids: Sequence[int]) -> float:
+def perplexity(
+    model: str,
+    quantization: Quantization,
+    ops: str,
+    token_ids: Sequence[int],
+    cache_dtype: str = "float32",
+) -> float:
     """exp of the mean negative log-likelihood of each token after the first."""
     path, backend = resolve_model(model), select_ops(ops)
     config = load_model_config(path)
     built = build_model(config, backend)
     load_weights(path, built, quantization=quantization)
     num_blocks = -(-len(token_ids) // BLOCK_SIZE)
-    k_caches, v_caches = (
-        [torch.zeros(shape) for _ in range(config.num_kv_layers)]
-        for shape in kv_layout(config, BLOCK_SIZE).shapes(num_blocks + backend.num_spare_blocks)
-    )
-    runner = Runner(built, k_caches, v_caches, backend, BLOCK_SIZE)
+    layout = kv_layout(config, BLOCK_SIZE, dtype=cache_dtype)
+    caches = poisoned_caches(layout, num_blocks + backend.num_spare_blocks)
+    runner = Runner(built, *caches, backend, BLOCK_SIZE)
     sampling = SamplingParams(num_prompt_logprobs=0, max_tokens=1)
     request = Request("text", 0, list(token_ids), len(token_ids), sampling)
     request.block_ids = list(range(num_blocks))

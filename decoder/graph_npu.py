@@ -35,6 +35,7 @@ from engine.models import CausalLM
 from kernels.ascend.attention import AttentionCall, launch
 from kernels.ascend.mla import token_major
 from kernels.graph import CaptureError
+from kernels.kv_cache import floats_of
 from kernels.npu import NpuOps
 
 _CACHE = Path.home() / ".cache" / "pdserve" / "torchair"
@@ -127,7 +128,7 @@ def step_arguments(batch: Batch) -> tuple[Any, ...]:
     kv = batch.kv
     caches = [list(kv.k_caches), list(kv.v_caches)]
     if kv.k_caches[0].shape[-1] != kv.v_caches[0].shape[-1]:
-        caches = [[token_major(cache) for cache in part] for part in caches]
+        caches = [[token_major(floats_of(cache)) for cache in part] for part in caches]
     return (
         batch.input_ids,
         batch.positions,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine.request import Request
 from engine.scheduler import ScheduledRequest
+from kernels.kv_cache import KVCache
 
 Int32s = npt.NDArray[np.int32]
 
@@ -21,9 +22,9 @@ MAX_DECODE_QUERIES = 8
 class KVBatch:
     """The paged KV of all layers and this step's place in it: T tokens, N sequences, in int32."""
 
-    k_caches: Sequence[Tensor]
-    """One a layer: [num_blocks, num_kv_heads, block_size, head_dim]."""
-    v_caches: Sequence[Tensor]
+    k_caches: Sequence[KVCache]
+    """One a layer: [num_blocks, num_kv_heads, block_size, head_dim], in floats or in int8."""
+    v_caches: Sequence[KVCache]
     """As k_caches."""
     slot_mapping: Tensor
     """[T]: block_id * block_size + offset of each token; -1 skips the write."""
@@ -118,7 +119,7 @@ class BatchBuilder:
     """Lays scheduled requests out as a `Batch`; its tensors are valid until the next `build`."""
 
     def __init__(
-        self, k_caches: Sequence[Tensor], v_caches: Sequence[Tensor], block_size: int
+        self, k_caches: Sequence[KVCache], v_caches: Sequence[KVCache], block_size: int
     ) -> None:
         self._k_caches = k_caches
         self._v_caches = v_caches

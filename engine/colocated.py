@@ -2,12 +2,10 @@
 
 from collections.abc import Callable, Iterable
 
-import torch
-
 from engine.adapters import Adapters
 from engine.block_manager import BlockManager
 from engine.device_draw import device_draw_of
-from engine.kv_layout import kv_layout
+from engine.kv_layout import kv_layout, poisoned_caches
 from engine.models import CausalLM
 from engine.request import Request
 from engine.runner import ForwardMemory, MakeForward, Runner
@@ -30,13 +28,13 @@ class ColocatedEngine:
         make_forward: MakeForward | None = None,
         adapters: Adapters | None = None,
         make_drafter: Callable[["ColocatedEngine"], Drafter] | None = None,
+        cache_dtype: str = "float32",
     ) -> None:
+        """cache_dtype: of the KV cache; see `kv_layout`."""
         config = model.config
         # NOTE: NaN, so that whatever reads a block that nobody wrote shows in the tokens.
-        k_caches, v_caches = (
-            [torch.full(shape, torch.nan) for _ in range(config.num_kv_layers)]
-            for shape in kv_layout(config, block_size).shapes(num_blocks + ops.num_spare_blocks)
-        )
+        layout = kv_layout(config, block_size, dtype=cache_dtype)
+        k_caches, v_caches = poisoned_caches(layout, num_blocks + ops.num_spare_blocks)
         self.block_manager = BlockManager(num_blocks, block_size)
         self.scheduler = Scheduler(
             scheduler_config, self.block_manager, eos_token_ids=config.eos_token_ids

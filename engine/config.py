@@ -19,6 +19,9 @@ int4:   rounded at load, a scale and an offset for 32 inputs; the vocabulary as 
 native: as a quantised checkpoint holds them, so exactly; what it holds in float stays in float.
 """
 
+KVCacheDtype = Literal["auto", "int8"]
+"""How the KV cache is held: as the backend computes, or in int8 with a scale per token and head."""
+
 Speculation = Literal["none", "ngram", "mtp"]
 """Where drafts come from: nowhere, earlier places in the text, or the model's own MTP layer."""
 

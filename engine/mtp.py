@@ -22,6 +22,7 @@ from engine.layers.attention import OnLayer
 from engine.request import Request
 from engine.scheduler import Scheduler
 from engine.speculation import ComputedRows
+from kernels.kv_cache import KVCache
 
 
 class DraftingModel(Protocol):
@@ -50,8 +51,8 @@ class MTPDrafter:
         self,
         model: DraftingModel,
         scheduler: Scheduler,
-        k_caches: Sequence[Tensor],
-        v_caches: Sequence[Tensor],
+        k_caches: Sequence[KVCache],
+        v_caches: Sequence[KVCache],
         block_size: int,
     ) -> None:
         self._model = model

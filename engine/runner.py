@@ -16,6 +16,7 @@ from engine.logprobs import TokenLogprobs, top_logprobs
 from engine.models import CausalLM
 from engine.request import Request
 from engine.scheduler import ScheduledRequest
+from kernels.kv_cache import KVCache
 from kernels.ops import Ops
 
 _LOGPROB_ROWS = 64
@@ -49,9 +50,9 @@ class RunnerOutput:
 class ForwardMemory:
     """What a forward pass may touch, and how much of it: fixed for the life of a worker."""
 
-    k_caches: Sequence[Tensor]
+    k_caches: Sequence[KVCache]
     """As in KVBatch."""
-    v_caches: Sequence[Tensor]
+    v_caches: Sequence[KVCache]
     """As in KVBatch."""
     max_num_seqs: int
     """Sequences of a batch."""
@@ -107,8 +108,8 @@ class Runner:
     def __init__(
         self,
         model: CausalLM,
-        k_caches: Sequence[Tensor],
-        v_caches: Sequence[Tensor],
+        k_caches: Sequence[KVCache],
+        v_caches: Sequence[KVCache],
         ops: Ops,
         block_size: int,
         forward: Forward | None = None,

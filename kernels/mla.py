@@ -14,6 +14,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from kernels.kv_cache import KVCache, read_blocks, write_rows
+
 _QUERY_ROWS = 256  # queries whose scores exist at once
 
 
@@ -30,8 +32,8 @@ def kv_rmsnorm_rope(
     weight: Tensor,
     cos: Tensor,
     sin: Tensor,
-    latent_cache: Tensor,
-    rope_cache: Tensor,
+    latent_cache: KVCache,
+    rope_cache: KVCache,
     slot_mapping: Tensor,
     eps: float,
 ) -> None:
@@ -45,8 +47,8 @@ def kv_rmsnorm_rope(
     kept = slot_mapping >= 0
     slots = slot_mapping[kept].long()
     block_ids, offsets = slots // block_size, slots % block_size
-    latent_cache[block_ids, 0, offsets] = normed[kept].to(latent_cache.dtype)
-    rope_cache[block_ids, 0, offsets] = rotated[kept].to(rope_cache.dtype)
+    write_rows(latent_cache, block_ids, offsets, normed[kept, None])
+    write_rows(rope_cache, block_ids, offsets, rotated[kept, None])
 
 
 def head_matmul(x: Tensor, weight: Tensor) -> Tensor:
@@ -57,8 +59,8 @@ def head_matmul(x: Tensor, weight: Tensor) -> Tensor:
 def paged_attention(
     q_latent: Tensor,
     q_rope: Tensor,
-    latent_cache: Tensor,
-    rope_cache: Tensor,
+    latent_cache: KVCache,
+    rope_cache: KVCache,
     block_table: Tensor,
     cu_seqlens_q: Tensor,
     context_lens: Tensor,
@@ -79,8 +81,8 @@ def prefill_attention(
     q_rope: Tensor,
     w_uk: Tensor,
     w_uv: Tensor,
-    latent_cache: Tensor,
-    rope_cache: Tensor,
+    latent_cache: KVCache,
+    rope_cache: KVCache,
     block_table: Tensor,
     cu_seqlens_q: Tensor,
     context_lens: Tensor,
@@ -103,8 +105,8 @@ def expand(latent: Tensor, rope: Tensor, w_uk: Tensor, w_uv: Tensor) -> tuple[Te
 
 
 def sequences(
-    latent_cache: Tensor,
-    rope_cache: Tensor,
+    latent_cache: KVCache,
+    rope_cache: KVCache,
     block_table: Tensor,
     cu_seqlens_q: Tensor,
     context_lens: Tensor,
@@ -119,8 +121,8 @@ def sequences(
         block_ids = block_table[seq, : -(-context_len // block_size)].long()
         yield (
             rows,
-            latent_cache[block_ids].flatten(0, 2)[:context_len].float(),
-            rope_cache[block_ids].flatten(0, 2)[:context_len].float(),
+            read_blocks(latent_cache, block_ids).flatten(0, 2)[:context_len].float(),
+            read_blocks(rope_cache, block_ids).flatten(0, 2)[:context_len].float(),
         )
 
 

@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from kernels.ascend import attention, mla, routing, sampling
 from kernels.ascend.attention import AttentionCall, Launch
+from kernels.ascend.cache import write_rows
 from kernels.ascend.experts import ExpertGroup, NpuExpertDispatch
 from kernels.ascend.gated import NpuInt8Experts
 from kernels.ascend.hccl import ExpertExchange, Product, buffer_mib_of, product_of
@@ -38,6 +39,7 @@ from kernels.experts import (
     GatedExperts,
 )
 from kernels.gating import Gating
+from kernels.kv_cache import KVCache, floats_of
 from kernels.ops import GroupedLinear, Ops
 from kernels.quantized import QuantizedWeight
 
@@ -87,6 +89,14 @@ class NpuOps:
         self._buffer_mib = buffer_mib
         self._mask = attention.causal_mask(device)
         self._launch: Launch = attention.launch
+
+    def check_int8_cache(self, *, is_latent: bool) -> None:
+        """See `Ops.check_int8_cache`."""
+        if is_latent:
+            raise ValueError(
+                "kv_cache_dtype is int8: npu_fused_infer_attention_score_v2 takes latents "
+                "(query_rope, key_rope) in floats alone, use auto"
+            )
 
     def bind_thread(self) -> None:
         """See `Ops.bind_thread`: a thread's calls go to the device that it set, or to the first."""
@@ -223,7 +233,7 @@ class NpuOps:
             self.parameter(torch.cat([sin, sin], dim=-1)),
         )
 
-    def slot_index(self, slot_mapping: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+    def slot_index(self, slot_mapping: Tensor, k_cache: KVCache, v_cache: KVCache) -> Tensor:
         """Where each head of each token is written; tokens without a slot to the spare block.
 
         [T, Hkv, 3] int32: block, head, offset. With MLA, whose parts differ in width, [T] int64.
@@ -257,15 +267,11 @@ class NpuOps:
         v: Tensor,
         cos: Tensor,
         sin: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        k_cache: KVCache,
+        v_cache: KVCache,
         slot_mapping: Tensor,
     ) -> Tensor:
-        """See `Ops.rotary_kv_write`.
-
-        NOTE: writes to the caches as they came, not to a view of them: in a compiled graph TorchAir
-        would copy the whole cache for a view.
-        """
+        """See `Ops.rotary_kv_write`."""
         num_heads, head_dim = q.shape[1:]
         if num_heads > _MAX_ROTARY_HEADS or head_dim > _MAX_HEAD_DIM or head_dim % 2:
             raise ValueError(
@@ -275,16 +281,16 @@ class NpuOps:
         # [1, T, heads, D], as one sequence.
         cos, sin = cos[None, :, None], sin[None, :, None]
         rotated_k = torch.ops.npu.npu_rotary_mul(k.unsqueeze(0), cos, sin).squeeze(0)
-        torch.ops.npu.npu_scatter_nd_update_(k_cache, slot_mapping, rotated_k)
-        torch.ops.npu.npu_scatter_nd_update_(v_cache, slot_mapping, v)
+        write_rows(k_cache, slot_mapping, rotated_k)
+        write_rows(v_cache, slot_mapping, v)
         rotated_q: Tensor = torch.ops.npu.npu_rotary_mul(q.unsqueeze(0), cos, sin).squeeze(0)
         return rotated_q
 
     def paged_attention(
         self,
         q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        k_cache: KVCache,
+        v_cache: KVCache,
         block_table: Tensor,
         cu_seqlens_q: Tensor,
         context_lens: Tensor,
@@ -317,8 +323,8 @@ class NpuOps:
         weight: Tensor,
         cos: Tensor,
         sin: Tensor,
-        latent_cache: Tensor,
-        rope_cache: Tensor,
+        latent_cache: KVCache,
+        rope_cache: KVCache,
         slot_mapping: Tensor,
         eps: float,
     ) -> tuple[Tensor, Tensor]:
@@ -328,8 +334,8 @@ class NpuOps:
             weight,
             cos,
             sin,
-            latent_cache,
-            rope_cache,
+            floats_of(latent_cache),
+            floats_of(rope_cache),
             slot_mapping,
             eps,
             is_beside=self.is_multi_stream,
@@ -343,8 +349,8 @@ class NpuOps:
         self,
         q_latent: Tensor,
         q_rope: Tensor,
-        latent_cache: Tensor,
-        rope_cache: Tensor,
+        latent_cache: KVCache,
+        rope_cache: KVCache,
         block_table: Tensor,
         cu_seqlens_q: Tensor,
         context_lens: Tensor,
@@ -355,8 +361,8 @@ class NpuOps:
         call = attention.latent(
             q_latent,
             q_rope,
-            latent_cache,
-            rope_cache,
+            floats_of(latent_cache),
+            floats_of(rope_cache),
             block_table,
             cu_seqlens_q,
             context_lens,
@@ -372,8 +378,8 @@ class NpuOps:
         q_rope: Tensor,
         w_uk: Tensor,
         w_uv: Tensor,
-        latent_cache: Tensor,
-        rope_cache: Tensor,
+        latent_cache: KVCache,
+        rope_cache: KVCache,
         block_table: Tensor,
         cu_seqlens_q: Tensor,
         context_lens: Tensor,
@@ -382,7 +388,7 @@ class NpuOps:
     ) -> Tensor:
         """See `Ops.mla_prefill_attention`."""
         k_nope, k_rope, v = mla.expand(
-            latent_cache, rope_cache, block_table, context_lens, w_uk, w_uv
+            floats_of(latent_cache), floats_of(rope_cache), block_table, context_lens, w_uk, w_uv
         )
         call = attention.expanded(
             (q_nope, q_rope), (k_nope, k_rope), v, cu_seqlens_q, context_lens, scale, self._mask

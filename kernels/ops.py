@@ -16,6 +16,7 @@ from kernels.cpu.build import BuildError
 from kernels.cpu.ops import load
 from kernels.experts import ExchangeGroup, ExchangeSizes, ExpertDispatch, GatedExperts
 from kernels.gating import Gating
+from kernels.kv_cache import KVCache
 from kernels.packed import PackedWeight
 from kernels.quantized import QuantizedWeight
 from kernels.reference import ReferenceOps
@@ -88,6 +89,13 @@ class Ops(Protocol):
 
     max_top_k: int
     """Of `top_k_top_p`."""
+
+    def check_int8_cache(self, *, is_latent: bool) -> None:
+        """Whether caches, of latents or of keys and values, may be in int8 with scales.
+
+        Raises: ValueError: they may not; says why.
+        """
+        ...
 
     def bind_thread(self) -> None:
         """Let the calling thread work with the device's memory; every thread says so for itself."""
@@ -183,7 +191,7 @@ class Ops(Protocol):
         """
         ...
 
-    def slot_index(self, slot_mapping: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+    def slot_index(self, slot_mapping: Tensor, k_cache: KVCache, v_cache: KVCache) -> Tensor:
         """What ops that write to caches shaped like these take as slot_mapping; once a step.
 
         slot_mapping: [T] int32, block_id * block_size + offset, -1 skips the write. -> T rows.
@@ -197,8 +205,8 @@ class Ops(Protocol):
         v: Tensor,
         cos: Tensor,
         sin: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        k_cache: KVCache,
+        v_cache: KVCache,
         slot_mapping: Tensor,
     ) -> Tensor:
         """Rotate q and k, write k and v to the paged cache, return rotated q.
@@ -213,8 +221,8 @@ class Ops(Protocol):
     def paged_attention(
         self,
         q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        k_cache: KVCache,
+        v_cache: KVCache,
         block_table: Tensor,
         cu_seqlens_q: Tensor,
         context_lens: Tensor,
@@ -248,11 +256,11 @@ class Ops(Protocol):
         weight: Tensor,
         cos: Tensor,
         sin: Tensor,
-        latent_cache: Tensor,
-        rope_cache: Tensor,
+        latent_cache: KVCache,
+        rope_cache: KVCache,
         slot_mapping: Tensor,
         eps: float,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[KVCache, KVCache]:
         """Write MLA's cache: the normalised latent and the rotated rope part of each token.
 
         Returns both caches, for this step's attention to read: a compiled graph knows the order of
@@ -276,8 +284,8 @@ class Ops(Protocol):
         self,
         q_latent: Tensor,
         q_rope: Tensor,
-        latent_cache: Tensor,
-        rope_cache: Tensor,
+        latent_cache: KVCache,
+        rope_cache: KVCache,
         block_table: Tensor,
         cu_seqlens_q: Tensor,
         context_lens: Tensor,
@@ -298,8 +306,8 @@ class Ops(Protocol):
         q_rope: Tensor,
         w_uk: Tensor,
         w_uv: Tensor,
-        latent_cache: Tensor,
-        rope_cache: Tensor,
+        latent_cache: KVCache,
+        rope_cache: KVCache,
         block_table: Tensor,
         cu_seqlens_q: Tensor,
         context_lens: Tensor,

@@ -10,6 +10,7 @@ from torch.nn import functional
 from kernels import mla
 from kernels.experts import ExchangeGroup, ExchangeSizes, ExpertsByParts, GroupedProduct
 from kernels.gating import Gating
+from kernels.kv_cache import KVCache, read_blocks, write_rows
 from kernels.narrowing import top_k_top_p
 from kernels.packed import PackedWeight
 from kernels.quantized import QuantizedWeight
@@ -113,6 +114,9 @@ class ReferenceOps:
     samples_on_device = False
     max_top_k = 2**31 - 1
 
+    def check_int8_cache(self, *, is_latent: bool) -> None:
+        """They may."""
+
     def bind_thread(self) -> None:
         """Nothing: memory of the host is every thread's."""
 
@@ -182,7 +186,7 @@ class ReferenceOps:
         """It itself."""
         return weight
 
-    def slot_index(self, slot_mapping: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+    def slot_index(self, slot_mapping: Tensor, k_cache: KVCache, v_cache: KVCache) -> Tensor:
         """slot_mapping."""
         return slot_mapping
 
@@ -206,8 +210,8 @@ class ReferenceOps:
         v: Tensor,
         cos: Tensor,
         sin: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        k_cache: KVCache,
+        v_cache: KVCache,
         slot_mapping: Tensor,
     ) -> Tensor:
         """Rotate q and k, write k and v into their slots; see `Ops.rotary_kv_write`."""
@@ -215,15 +219,15 @@ class ReferenceOps:
         kept = slot_mapping >= 0
         slots = slot_mapping[kept].long()
         block_ids, offsets = slots // block_size, slots % block_size
-        k_cache[block_ids, :, offsets] = _rotate(k, cos, sin)[kept]
-        v_cache[block_ids, :, offsets] = v[kept]
+        write_rows(k_cache, block_ids, offsets, _rotate(k, cos, sin)[kept])
+        write_rows(v_cache, block_ids, offsets, v[kept])
         return _rotate(q, cos, sin)
 
     def paged_attention(
         self,
         q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        k_cache: KVCache,
+        v_cache: KVCache,
         block_table: Tensor,
         cu_seqlens_q: Tensor,
         context_lens: Tensor,
@@ -251,11 +255,11 @@ class ReferenceOps:
         weight: Tensor,
         cos: Tensor,
         sin: Tensor,
-        latent_cache: Tensor,
-        rope_cache: Tensor,
+        latent_cache: KVCache,
+        rope_cache: KVCache,
         slot_mapping: Tensor,
         eps: float,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[KVCache, KVCache]:
         """See `Ops.kv_rmsnorm_rope`."""
         mla.kv_rmsnorm_rope(kv, weight, cos, sin, latent_cache, rope_cache, slot_mapping, eps)
         return latent_cache, rope_cache
@@ -268,8 +272,8 @@ class ReferenceOps:
         self,
         q_latent: Tensor,
         q_rope: Tensor,
-        latent_cache: Tensor,
-        rope_cache: Tensor,
+        latent_cache: KVCache,
+        rope_cache: KVCache,
         block_table: Tensor,
         cu_seqlens_q: Tensor,
         context_lens: Tensor,
@@ -294,8 +298,8 @@ class ReferenceOps:
         q_rope: Tensor,
         w_uk: Tensor,
         w_uv: Tensor,
-        latent_cache: Tensor,
-        rope_cache: Tensor,
+        latent_cache: KVCache,
+        rope_cache: KVCache,
         block_table: Tensor,
         cu_seqlens_q: Tensor,
         context_lens: Tensor,
@@ -341,11 +345,11 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotated.to(x.dtype)
 
 
-def _gather(cache: Tensor, block_ids: Tensor, context_len: int) -> Tensor:
+def _gather(cache: KVCache, block_ids: Tensor, context_len: int) -> Tensor:
     """The first context_len keys or values of a sequence. -> [Hkv, context_len, D]."""
     block_size = cache.shape[2]
     num_blocks = (context_len + block_size - 1) // block_size
-    blocks = cache[block_ids[:num_blocks].long()]  # [n, Hkv, block_size, D]
+    blocks = read_blocks(cache, block_ids[:num_blocks].long())  # [n, Hkv, block_size, D]
     return blocks.transpose(0, 1).flatten(1, 2)[:, :context_len]
 
 

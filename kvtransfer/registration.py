@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.kv_cache import KVCache, QuantizedCache
 from kvtransfer.layout import KVLayout
 from protos import worker_pb2
 
@@ -106,6 +107,17 @@ class KVMemory:
         """As k_caches; with MLA the rope part."""
         self.regions = self._carve(storage, alignment)
         """By layer, then part: region len(parts) * layer_idx + part index."""
+
+    @property
+    def paged(self) -> tuple[list[KVCache], list[KVCache]]:
+        """k_caches and v_caches as attention takes them: with their scales, if they have any."""
+        if not self.layout.scale_dtype:
+            return list(self.k_caches), list(self.v_caches)
+        k, v, k_scales, v_scales = self.caches
+        return (
+            [QuantizedCache(*parts) for parts in zip(k, k_scales, strict=True)],
+            [QuantizedCache(*parts) for parts in zip(v, v_scales, strict=True)],
+        )
 
     @property
     def view(self) -> memoryview:

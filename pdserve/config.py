@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le, Len
 
 from decoder.config import DecoderConfig
-from engine.config import Quantization, Speculation
+from engine.config import KVCacheDtype, Quantization, Speculation
 from engine.parallel_config import ParallelConfig
 from engine.worker.config import WorkerConfig
 from kernels.ascend.environment import HCCLConfig
@@ -91,6 +91,8 @@ class ServiceConfig:
     """Backend of the device operations."""
     quantization: Quantization = "none"
     """Weights: none in float; int8, int4 rounded at load; native as a quantised model has them."""
+    kv_cache_dtype: KVCacheDtype = "auto"
+    """KV cache: auto as the backend computes; int8 with a scale per token and head."""
     speculation: Speculation = "none"
     """Where drafts of tokens come from: none, ngram (earlier text), mtp (DeepSeek's MTP layer)."""
     num_draft_tokens: Annotated[int, Ge(1), Le(7)] = 3
@@ -199,6 +201,7 @@ def worker_configs(
             "ops_backend": config.ops,
             "hccl": config.hccl,
             "quantization": config.quantization,
+            "kv_cache_dtype": config.kv_cache_dtype,
             "speculation": config.speculation,
             "num_draft_tokens": num_drafts,
             "lease_s": config.lease_s,

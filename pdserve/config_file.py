@@ -136,13 +136,12 @@ def _unknown_keys(values: Mapping[str, Any], section: type, path: str) -> Iterat
 
 
 def _suggest(key: str, path: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    if near:
-        return f"; did you mean `{path}{near[0]}`?"
-    by_name = {full.rpartition(".")[2]: full for full in all_keys()}
-    elsewhere = difflib.get_close_matches(key, by_name, n=1, cutoff=0.75)
-    if elsewhere:
-        return f"; did you mean `{by_name[elsewhere[0]]}`?"
+    here = {name: f"{path}{name}" for name in known}
+    anywhere = {full.rpartition(".")[2]: full for full in all_keys()} | here
+    # A slip of the pen in a key of another section is nearer than a mere likeness in this one.
+    for names, cutoff in ((anywhere, 0.9), (here, 0.5), (anywhere, 0.75)):
+        if near := difflib.get_close_matches(key, names, n=1, cutoff=cutoff):
+            return f"; did you mean `{names[near[0]]}`?"
     return f"; known: {', '.join(known)}"
 
 

@@ -116,7 +116,9 @@ def status_table(
         table.add_column(column)
     for entry in status.membership.workers:
         figures = stats.get(entry.engine_id)
-        held = f"{figures.num_held_blocks}/{figures.num_blocks}" if figures else ""
+        held = ""
+        if figures:
+            held = f"{figures.num_held_blocks}/{figures.num_blocks} {figures.kv_cache_dtype}"
         table.add_row(
             entry.engine_id,
             f"{STATES[entry.state]}: {entry.error or entry.phase}",

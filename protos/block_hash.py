@@ -5,7 +5,14 @@ from collections.abc import Sequence
 
 import xxhash
 
+from protos import worker_pb2
+
 BLOCK_HASH_BYTES = 16
+
+
+def kv_identity(model: str, layout: worker_pb2.KVLayout) -> str:
+    """What makes the same tokens' KV differ between workers: model, weights, how KV is held."""
+    return f"{model}/{layout.weights}/{layout.dtype}"
 
 
 def block_salt(kv_identity: str, adapter: str, cache_salt: str) -> str:

@@ -41,6 +41,11 @@ _GAUGES: tuple[tuple[str, str, Callable[[worker_pb2.WorkerStats], float]], ...] 
         lambda s: s.num_quarantined_blocks,
     ),
     ("pdserve_kv_blocks", "KV blocks in the pool", lambda s: s.num_blocks),
+    (
+        "pdserve_kv_block_bytes",
+        "Bytes of a KV block over all layers of a rank",
+        lambda s: s.kv_block_bytes,
+    ),
     ("pdserve_leases", "Keys that the worker keeps", lambda s: s.num_leases),
     (
         "pdserve_pending_prompt_tokens",

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from protos import worker_pb2, worker_pb2_grpc
+from protos.block_hash import kv_identity
 from proxy.adapters import Adapters
 from proxy.config import ProxyConfig
 from proxy.prefix_index import PrefixIndex
@@ -233,5 +234,5 @@ def snapshot(session: WorkerSession, *, is_draining: bool) -> WorkerSnapshot:
         kv_usage=min(1.0, stats.num_held_blocks / num_blocks),
         block_size=session.hello.layout.block_size or 32,
         max_model_len=session.hello.max_model_len,
-        kv_identity=f"{session.hello.model}/{session.hello.layout.weights}",
+        kv_identity=kv_identity(session.hello.model, session.hello.layout),
     )

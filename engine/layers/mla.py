@@ -17,12 +17,13 @@ from engine.layers.linear import FusedLinear
 from engine.layers.norm import RMSNorm
 from engine.layers.rows import rows_of
 from engine.parallel import Parallel, Span, split_evenly
+from kernels.kv_cache import KVCache
 from kernels.ops import Ops
 
 # Of the norms inside the attention; no config has it.
 _LATENT_EPS = 1e-6
 
-Caches = tuple[Tensor, Tensor]
+Caches = tuple[KVCache, KVCache]
 """Latents and rope parts of one layer."""
 
 

@@ -164,7 +164,7 @@ def _step_model(
     adapters: Adapters | None,
 ) -> StepModel:
     memory, block_size = part.memory, config.block_size
-    caches = memory.k_caches, memory.v_caches
+    caches = memory.paged
     if leading is not None and config.parallel.dp_size > 1:
         return Lockstep(leading.model, *caches, part.ops, block_size)
     forward = None
@@ -207,8 +207,7 @@ def _drafter(
     config: WorkerConfig, model: DecoderForCausalLM, scheduler: Scheduler, memory: KVMemory
 ) -> Drafter | None:
     if config.speculation == "mtp":
-        caches = (memory.k_caches, memory.v_caches)
-        return MTPDrafter(model, scheduler, *caches, config.block_size)
+        return MTPDrafter(model, scheduler, *memory.paged, config.block_size)
     return NgramDrafter(scheduler) if config.speculation == "ngram" else None
 
 

@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict, dataclass, field
 
-from engine.config import Quantization, Speculation
+from engine.config import KVCacheDtype, Quantization, Speculation
 from engine.parallel_config import ParallelConfig
 from kernels.ascend.environment import HCCLConfig
 from kvtransfer.config import KVTransferConfig
@@ -52,6 +52,8 @@ class WorkerConfig:
     """How a decoder runs its batches; see decoder.graph."""
     quantization: Quantization = "none"
     """Of the weights, at load. Peers must agree: their KV would differ."""
+    kv_cache_dtype: KVCacheDtype = "auto"
+    """Of the KV cache. Peers must agree."""
     speculation: Speculation = "none"
     """Where drafts come from. Peers must agree on mtp: its layer has a KV cache of its own."""
     num_draft_tokens: int = 0

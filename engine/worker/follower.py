@@ -214,7 +214,7 @@ class _Commands:
     def _forward(self, forward: ranks_pb2.Forward) -> None:
         self._begin_step(forward.step)
         memory, parallel = self._part.memory, self._parallel
-        input_ids, positions, kv = forward_from_proto(forward, memory.k_caches, memory.v_caches)
+        input_ids, positions, kv = forward_from_proto(forward, *memory.paged)
         parallel.step.bucket, parallel.step.gathers = forward.bucket, forward.gathers_experts
         on_layer = self._transfers.pusher(list(forward.pushes))
         self._hidden = hidden = self._part.model(input_ids, positions, kv, on_layer)

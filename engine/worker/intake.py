@@ -14,6 +14,7 @@ from engine.worker.leases import Leases
 from engine.worker.replies import Replies
 from engine.worker.stats import build_stats
 from protos import worker_pb2
+from protos.block_hash import kv_identity
 
 
 class Tracked(Protocol):
@@ -56,7 +57,7 @@ class Intake:
                 key,
                 work,
                 adapter=self._adapter(work.adapter),
-                kv_identity=f"{hello.model}/{hello.layout.weights}",
+                kv_identity=kv_identity(hello.model, hello.layout),
                 vocab_size=hello.vocab_size,
             )
             accept(request)

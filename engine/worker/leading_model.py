@@ -13,6 +13,7 @@ from engine.parallel import Parallel
 from engine.parallel_config import ParallelConfig
 from engine.step_plan import plan_step
 from engine.worker.ranks import Ranks
+from kernels.kv_cache import KVCache
 from protos import ranks_pb2
 
 
@@ -114,7 +115,7 @@ def forward_to_proto(
 
 
 def forward_from_proto(
-    forward: ranks_pb2.Forward, k_caches: Sequence[Tensor], v_caches: Sequence[Tensor]
+    forward: ranks_pb2.Forward, k_caches: Sequence[KVCache], v_caches: Sequence[KVCache]
 ) -> tuple[Tensor, Tensor, KVBatch]:
     """(input_ids, positions, kv): inverse of `forward_to_proto`, with this rank's caches."""
     device = next((cache.device for cache in k_caches), torch.device("cpu"))

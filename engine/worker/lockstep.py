@@ -22,6 +22,7 @@ from engine.layers.attention import OnLayer
 from engine.runner import ForwardStats, Runner, RunnerOutput, prompt_logprobs, to_sample
 from engine.scheduler import ScheduledRequest
 from engine.worker.leading_model import LeadingModel, forward_to_proto
+from kernels.kv_cache import KVCache
 from kernels.ops import Ops
 
 Scheduled = Sequence[ScheduledRequest]
@@ -68,8 +69,8 @@ class Lockstep:
     def __init__(
         self,
         model: LeadingModel,
-        k_caches: Sequence[Tensor],
-        v_caches: Sequence[Tensor],
+        k_caches: Sequence[KVCache],
+        v_caches: Sequence[KVCache],
         ops: Ops,
         block_size: int,
     ) -> None:

@@ -45,8 +45,12 @@ def build_part(config: WorkerConfig, parallel: Parallel, report: Report) -> Rank
     report("building kernels", 0.0)
     ops = select_ops(config.ops_backend)
     ops.bind_thread()
+    cache_dtype = ops.cache_dtype
+    if config.kv_cache_dtype == "int8":
+        ops.check_int8_cache(is_latent=model_config.mla is not None)
+        cache_dtype = "int8"
     layout = replace(
-        kv_layout(model_config, config.block_size, parallel, ops.cache_dtype),
+        kv_layout(model_config, config.block_size, parallel, cache_dtype),
         weights=config.quantization,
     )
     num_blocks = config.num_blocks or config.kv_cache_bytes // layout.block_bytes_all_layers

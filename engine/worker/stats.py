@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from engine.worker.assembly import Engine
+from kvtransfer.layout import KVLayout
 from protos import worker_pb2
 
 
@@ -44,6 +45,8 @@ def build_stats(engine: Engine, num_pending: Sequence[int]) -> worker_pb2.Worker
         num_moved_experts=counters.balance.num_moved_experts,
         expert_imbalance=counters.balance.imbalance,
         num_steps=engine.model.num_steps,
+        kv_cache_dtype=hello.layout.dtype,
+        kv_block_bytes=KVLayout.from_proto(hello.layout).block_bytes_all_layers,
     )
     if engine.leading is not None:
         stats.collectives.extend(engine.leading.ranks.collectives)

@@ -17,12 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.ascend.cache import end_to_end
+from kernels.kv_cache import KVCache, tensors_of
+
 BLOCK_SIZE = 128
 """Tokens per block that every path of the operator takes."""
 MASK_SIZE = 2048
 """The compressed causal mask has this many rows and columns, whatever the lengths are."""
 RIGHT_DOWN_CAUSAL = 3
 BAND = 4
+PER_TOKEN_AND_HEAD_PAGED = 5
 _TND_HEAD_DIMS = (128, 192)
 _LATENT_NUM_HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
 _LATENT_WIDTHS = (512, 64)
@@ -85,8 +89,8 @@ def causal_mask(device: torch.device) -> Tensor:
 
 def grouped_query(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: KVCache,
+    v_cache: KVCache,
     block_table: Tensor,
     cu_seqlens_q: Tensor,
     context_lens: Tensor,
@@ -96,6 +100,10 @@ def grouped_query(
     window: int = 0,
 ) -> AttentionCall:
     """The call of `Ops.paged_attention`; out is [N, Hq, 1, D] for decode steps, else [T, Hq, D].
+
+    From an int8 cache decode steps read in place, with the scales where the cache has them
+    (mode 5: per token and head, paged). With more queries the operator takes no paged
+    int8: keys and values are brought to floats, end to end.
 
     Raises: ValueError: the operator cannot do it; says which limit.
     """
@@ -108,18 +116,26 @@ def grouped_query(
             f"the NPU operator takes a whole ratio of at most {_MAX_HEADS_PER_KV_HEAD}"
         )
     options: dict[str, Any] = {
-        "block_table": block_table,
         "num_query_heads": num_heads,
         "num_key_value_heads": num_kv_heads,
         "softmax_scale": scale,
-        "block_size": block_size,
     }
+    paging = {"block_table": block_table, "block_size": block_size}
+    k_values, k_scale = tensors_of(k_cache)
+    v_values, v_scale = tensors_of(v_cache)
     if max_seqlen_q == 1:
         _check_one_query_each(q, block_table)
-        options["input_layout"] = "BNSD"
+        options |= paging | {"input_layout": "BNSD"}
         if window:
             options["atten_mask"] = _before_window(context_lens, block_table, window)
-        return AttentionCall(q.unsqueeze(2), k_cache, v_cache, None, context_lens, options)
+        if k_scale is not None and v_scale is not None:
+            options |= {
+                "dequant_scale_key": k_scale.squeeze(-1),
+                "dequant_scale_value": v_scale.squeeze(-1),
+                "key_quant_mode": PER_TOKEN_AND_HEAD_PAGED,
+                "value_quant_mode": PER_TOKEN_AND_HEAD_PAGED,
+            }
+        return AttentionCall(q.unsqueeze(2), k_values, v_values, None, context_lens, options)
     if head_dim not in _TND_HEAD_DIMS:
         raise ValueError(
             f"attention: head_dim is {head_dim}, the NPU operator takes {_TND_HEAD_DIMS} in prefill"
@@ -127,7 +143,15 @@ def grouped_query(
     options |= {"input_layout": "TND", "sparse_mode": RIGHT_DOWN_CAUSAL, "atten_mask": mask}
     if window:
         options |= {"sparse_mode": BAND, "pre_tokens": window - 1, "next_tokens": 0}
-    return AttentionCall(q, k_cache, v_cache, cu_seqlens_q[1:], context_lens, options)
+    if k_scale is None:
+        options |= paging
+        return AttentionCall(q, k_values, v_values, cu_seqlens_q[1:], context_lens, options)
+    keys, values = (
+        end_to_end(cache, block_table, context_lens, q.dtype) for cache in (k_cache, v_cache)
+    )
+    return AttentionCall(
+        q.contiguous(), keys, values, cu_seqlens_q[1:], context_lens.cumsum(0), options
+    )
 
 
 def _before_window(context_lens: Tensor, block_table: Tensor, window: int) -> Tensor:
@@ -231,16 +255,17 @@ def expanded(
     )
 
 
-def _check_paged(q: Tensor, cache: Tensor, block_table: Tensor, block_size: int) -> None:
+def _check_paged(q: Tensor, cache: KVCache, block_table: Tensor, block_size: int) -> None:
     if block_size != BLOCK_SIZE:
         raise ValueError(f"block_size is {block_size}, the NPU operators take {BLOCK_SIZE}")
-    if q.dtype != cache.dtype:
-        raise ValueError(f"attention: queries are {q.dtype}, the cache is {cache.dtype}")
+    values, scale = tensors_of(cache)
+    if scale is None and q.dtype != values.dtype:
+        raise ValueError(f"attention: queries are {q.dtype}, the cache is {values.dtype}")
     if block_table.dtype != torch.int32:
         raise ValueError(f"attention: block_table is {block_table.dtype}, must be int32")
-    if cache.numel() > _MAX_CACHE_ELEMENTS:
+    if values.numel() > _MAX_CACHE_ELEMENTS:
         raise ValueError(
-            f"attention: the cache of one layer has {cache.numel()} elements, the NPU operator "
+            f"attention: the cache of one layer has {values.numel()} elements, the NPU operator "
             f"takes {_MAX_CACHE_ELEMENTS}: lower num_blocks"
         )
     if block_table.shape[0] > _MAX_SEQUENCES:

@@ -15,11 +15,13 @@
 // Flash-Decoding (split over keys).
 #include "kernels.h"
 #include "microkernel.h"
+#include "quantized_cache.h"
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <memory>
+#include <type_traits>
 #include <vector>
 
 namespace pdserve {
@@ -37,13 +39,15 @@ struct Item {
   float* partials;  // [rows, value_dim padded + 2] of a split item, or null
 };
 
+// T: what the caches hold, float or int8_t.
+template <typename T>
 class Attention {
  public:
   explicit Attention(const AttentionArgs& args)
       : args_(args),
         group_(args.num_heads / args.num_kv_heads),
-        key_dim_(args.parts[0].dim + args.parts[1].dim),
-        dim_(round_up<int64_t>(args.value_dim, kLanes)),
+        key_dim_(args.parts[0].keys.dim + args.parts[1].keys.dim),
+        dim_(round_up<int64_t>(args.values.dim, kLanes)),
         run_(std::min(args.block_size, kTileKeys)) {}
 
   void run() {
@@ -66,6 +70,8 @@ class Attention {
   }
 
  private:
+  static constexpr bool kIsQuantized = std::is_same_v<T, int8_t>;
+
   struct Scratch {
     explicit Scratch(const Attention& a) {
       // NOTE: kept for the life of the thread; a fresh one would be paged in anew in every layer.
@@ -73,7 +79,7 @@ class Attention {
       const int64_t rows = std::max(kMaxItemRows, kMaxSplitQueries * a.group_);
       const int64_t wanted = a.key_dim_ * (rows + kTileKeys) +
                              a.dim_ * (rows + kBlockRows + kTileKeys) + kBlockRows * kTileKeys +
-                             4 * rows;
+                             4 * rows + kTileKeys;
       if (static_cast<int64_t>(floats.size()) < wanted) floats.resize(wanted);
       q = floats.data();
       out = q + rows * a.key_dim_;
@@ -85,9 +91,10 @@ class Attention {
       sum = max + rows;
       tile_max = sum + rows;
       tile_sum = tile_max + rows;
+      scales = tile_sum + rows;
     }
 
-    float *q, *out, *partial, *keys, *values, *scores, *max, *sum, *tile_max, *tile_sum;
+    float *q, *out, *partial, *keys, *values, *scores, *max, *sum, *tile_max, *tile_sum, *scales;
   };
 
   int64_t query_len(int64_t seq) const {
@@ -192,11 +199,11 @@ class Attention {
   };
 
   // Where a tile's rows [key, ...) lie in a cache, if there are any.
-  const char* address(const Item& item, const float* cache, int64_t dim, int64_t key) const {
+  const char* address(const Item& item, const CacheRows& cache, int64_t key) const {
     if (key >= args_.context_lens[item.seq]) return nullptr;
-    const float* rows;
-    find_run(item, cache, dim, key, 1, rows);
-    return reinterpret_cast<const char*>(rows);
+    int64_t row;
+    find_run(item, key, 1, row);
+    return reinterpret_cast<const char*>(values_of(cache) + row * cache.dim);
   }
 
   // One key tile for up to kBlockRows rows. Values are prefetched during the product with the keys,
@@ -213,7 +220,7 @@ class Attention {
       multiply_rows<kTileVecs>(
           {s.q + row * key_dim_, key_dim_, s.keys + key * key_dim_, kTileCols, key_dim_,
            s.scores + key, kTileKeys, false,
-           row == 0 ? address(item, args_.v_cache, args_.value_dim, first_key + key) : nullptr},
+           row == 0 ? address(item, args_.values, first_key + key) : nullptr, sizeof(T)},
           rows);
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t query = item.first_query + (row + r) / group_;
@@ -243,20 +250,21 @@ class Attention {
         for (const QueryKey& part : args_.parts) {
           const float* from = part.q + (first + query) * part.q_token_stride +
                               (item.kv_head * group_ + g) * part.q_head_stride;
-          for (int64_t d = 0; d < part.dim; ++d) *q++ = from[d] * args_.scale;
+          for (int64_t d = 0; d < part.keys.dim; ++d) *q++ = from[d] * args_.scale;
         }
       }
     }
   }
 
-  // Rows [key, key + return value) of a head's cache of `dim` wide rows that lie one after the
-  // other, at most `wanted`.
-  int64_t find_run(const Item& item, const float* cache, int64_t dim, int64_t key, int64_t wanted,
-                   const float*& rows) const {
+  static const T* values_of(const CacheRows& cache) { return static_cast<const T*>(cache.values); }
+
+  // The rows of keys [key, key + return value), which lie one after the other in every cache, are
+  // [row, ...); at most `wanted`.
+  int64_t find_run(const Item& item, int64_t key, int64_t wanted, int64_t& row) const {
     const int64_t offset = key % args_.block_size;
     const int64_t block =
         args_.block_table[item.seq * args_.block_table_stride + key / args_.block_size];
-    rows = cache + ((block * args_.num_kv_heads + item.kv_head) * args_.block_size + offset) * dim;
+    row = (block * args_.num_kv_heads + item.kv_head) * args_.block_size + offset;
     return std::min(wanted, args_.block_size - offset);
   }
 
@@ -265,17 +273,28 @@ class Attention {
     for (int64_t panel = 0; panel < num_keys; panel += kTileCols) {
       const int64_t in_panel = std::min<int64_t>(kTileCols, num_keys - panel);
       for (const QueryKey& part : args_.parts) {
-        if (part.dim == 0) continue;
-        for (int64_t key = 0; key < in_panel;) {
-          const float* rows;
-          const int64_t run =
-              find_run(item, part.k_cache, part.dim, first_key + panel + key, in_panel - key, rows);
-          const int64_t padded = key + run == in_panel ? kTileCols - key : run;
-          transpose_padded(rows, part.dim, run, part.dim, keys + key, kTileCols, padded);
-          key += run;
-        }
-        keys += kTileCols * part.dim;
+        if (part.keys.dim == 0) continue;
+        load_panel(item, part.keys, first_key + panel, in_panel, keys);
+        keys += kTileCols * part.keys.dim;
       }
+    }
+  }
+
+  void load_panel(const Item& item, const CacheRows& cache, int64_t first_key, int64_t num_keys,
+                  float* panel) const {
+    if (kIsQuantized && num_keys < kTileCols) std::fill_n(panel, kTileCols * cache.dim, 0.f);
+    for (int64_t key = 0; key < num_keys;) {
+      int64_t row;
+      const int64_t run = find_run(item, first_key + key, num_keys - key, row);
+      const T* rows = values_of(cache) + row * cache.dim;
+      const int64_t room = kTileCols - key;
+      if constexpr (kIsQuantized) {
+        widen_transposed(rows, cache.scales + row, run, cache.dim, panel + key, kTileCols, room);
+      } else {
+        const int64_t padded = key + run == num_keys ? room : run;
+        transpose_padded(rows, cache.dim, run, cache.dim, panel + key, kTileCols, padded);
+      }
+      key += run;
     }
   }
 
@@ -311,30 +330,57 @@ class Attention {
   // partial[rows, dim_] = scores[rows, num_keys] V; V in place where blocks are long enough.
   void weigh_values(const Item& item, int64_t first_key, int64_t num_keys, int64_t rows,
                     Following next, Scratch& s) const {
-    const int64_t value_dim = args_.value_dim;
-    const bool in_place = run_ >= kMinRunForInPlace && value_dim == dim_;
-    const QueryKey& next_keys = args_.parts[0];
+    const CacheRows& cache = args_.values;
+    const CacheRows& next_keys = args_.parts[0].keys;
+    if constexpr (kIsQuantized) scale_weights(item, first_key, num_keys, rows, s);
+    // Where many rows share them, bytes are widened once for all.
+    const bool in_place =
+        run_ >= kMinRunForInPlace && cache.dim == dim_ && !(kIsQuantized && rows > kTileRows);
     for (int64_t key = 0; key < num_keys;) {
-      const float* values;
-      const int64_t run =
-          find_run(item, args_.v_cache, value_dim, first_key + key, num_keys - key, values);
+      int64_t row;
+      const int64_t run = find_run(item, first_key + key, num_keys - key, row);
+      const T* values = values_of(cache) + row * cache.dim;
       if (in_place) {
-        multiply(
-            {s.scores + key, kTileKeys, values, value_dim, run, s.partial, dim_, key > 0,
-             next.item ? address(*next.item, next_keys.k_cache, next_keys.dim, next.first_key + key)
-                       : nullptr},
-            rows, dim_);
+        const char* following =
+            next.item ? address(*next.item, next_keys, next.first_key + key) : nullptr;
+        multiply(ProductOf<T>{s.scores + key, kTileKeys, values, cache.dim, run, s.partial, dim_,
+                              key > 0, following, sizeof(T)},
+                 rows, dim_);
       } else {
-        for (int64_t i = 0; i < run; ++i) {
-          float* to = s.values + (key + i) * dim_;
-          std::memcpy(to, values + i * value_dim, value_dim * sizeof(float));
-          std::fill(to + value_dim, to + dim_, 0.f);
-        }
+        for (int64_t i = 0; i < run; ++i)
+          copy_wide(values + i * cache.dim, cache.dim, s.values + (key + i) * dim_);
       }
       key += run;
     }
     if (!in_place)
-      multiply({s.scores, kTileKeys, s.values, dim_, num_keys, s.partial, dim_, false}, rows, dim_);
+      multiply(Product{s.scores, kTileKeys, s.values, dim_, num_keys, s.partial, dim_, false}, rows,
+               dim_);
+  }
+
+  // One row of a cache as floats, padded with zeros to dim_.
+  void copy_wide(const T* from, int64_t dim, float* to) const {
+    int64_t d = 0;
+    for (; d + kLanes <= dim; d += kLanes) load_wide(from + d).store(to + d);
+    for (; d < dim; ++d) to[d] = static_cast<float>(from[d]);
+    std::fill(to + dim, to + dim_, 0.f);
+  }
+
+  // A weight takes up the scale of its value, so that values are multiplied as they are.
+  void scale_weights(const Item& item, int64_t first_key, int64_t num_keys, int64_t rows,
+                     Scratch& s) const {
+    const int64_t padded = round_up<int64_t>(num_keys, kLanes);
+    for (int64_t key = 0; key < num_keys;) {
+      int64_t row;
+      const int64_t run = find_run(item, first_key + key, num_keys - key, row);
+      std::memcpy(s.scales + key, args_.values.scales + row, run * sizeof(float));
+      key += run;
+    }
+    std::fill(s.scales + num_keys, s.scales + padded, 0.f);
+    for (int64_t r = 0; r < rows; ++r) {
+      float* weights = s.scores + r * kTileKeys;
+      for (int64_t key = 0; key < padded; key += kLanes)
+        (Vec::loadu(weights + key) * Vec::loadu(s.scales + key)).store(weights + key);
+    }
   }
 
   void reset(int64_t rows, Scratch& s) const {
@@ -370,9 +416,9 @@ class Attention {
     const int64_t first = args_.cu_seqlens_q[item.seq] + item.first_query;
     for (int64_t row = 0; row < item.num_queries * group_; ++row) {
       const int64_t head = item.kv_head * group_ + row % group_;
-      float* to = args_.out + ((first + row / group_) * args_.num_heads + head) * args_.value_dim;
+      float* to = args_.out + ((first + row / group_) * args_.num_heads + head) * args_.values.dim;
       const float norm = s.sum[row] == 0.f ? 0.f : 1.f / s.sum[row];
-      for (int64_t d = 0; d < args_.value_dim; ++d) to[d] = s.out[row * dim_ + d] * norm;
+      for (int64_t d = 0; d < args_.values.dim; ++d) to[d] = s.out[row * dim_ + d] * norm;
     }
   }
 
@@ -389,6 +435,11 @@ class Attention {
 
 }  // namespace
 
-void paged_attention(const AttentionArgs& args) { Attention(args).run(); }
+void paged_attention(const AttentionArgs& args) {
+  if (args.values.scales)
+    Attention<int8_t>(args).run();
+  else
+    Attention<float>(args).run();
+}
 
 }  // namespace pdserve

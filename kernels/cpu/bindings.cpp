@@ -51,15 +51,37 @@ void check_size(int64_t size, int64_t wanted, const char* what) {
   TORCH_CHECK(size == wanted, what, " is ", size, ", must be ", wanted);
 }
 
-void check_caches(const Tensor& k_cache, const Tensor& v_cache, int64_t num_heads,
-                  int64_t head_dim) {
-  check_contiguous(k_cache, "k_cache", 4);
-  check_contiguous(v_cache, "v_cache", 4);
+void check_cache(const Tensor& cache, const std::optional<Tensor>& scale, const char* name) {
+  if (!scale) return check_contiguous(cache, name, 4);
+  TORCH_CHECK(cache.device().is_cpu() && cache.scalar_type() == at::kChar, name,
+              " must be int8 on the CPU with scales, is ", cache.scalar_type(), " on ",
+              cache.device());
+  TORCH_CHECK(cache.dim() == 4 && cache.is_contiguous(), name, " must be contiguous with 4 dims");
+  check_contiguous(*scale, "scale of a cache", 4);
+  for (int64_t dim = 0; dim < 4; ++dim)
+    check_size(scale->size(dim), dim < 3 ? cache.size(dim) : 1, "size of a cache's scale");
+}
+
+void check_caches(const Tensor& k_cache, const Tensor& v_cache,
+                  const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
+                  int64_t num_heads, int64_t head_dim) {
+  TORCH_CHECK(k_scale.has_value() == v_scale.has_value(), "one of both caches has scales");
+  check_cache(k_cache, k_scale, "k_cache");
+  check_cache(v_cache, v_scale, "v_cache");
   for (int64_t dim = 0; dim < 3; ++dim)
     TORCH_CHECK(k_cache.size(dim) == v_cache.size(dim), "k_cache and v_cache differ in shape");
   check_size(k_cache.size(3), head_dim, "head_dim of the cache");
   TORCH_CHECK(k_cache.size(1) > 0 && num_heads % k_cache.size(1) == 0, num_heads,
               " query heads are no multiple of ", k_cache.size(1), " KV heads");
+}
+
+pdserve::CacheRows rows_of(const Tensor& cache, const std::optional<Tensor>& scale) {
+  return {cache.const_data_ptr(), scale ? scale->const_data_ptr<float>() : nullptr, cache.size(3)};
+}
+
+pdserve::CacheSlots slots_of(Tensor& cache, std::optional<Tensor>& scale) {
+  return {cache.mutable_data_ptr(), scale ? scale->mutable_data_ptr<float>() : nullptr,
+          cache.size(3)};
 }
 
 // NOTE: a wrong block id would read or write another process's shared memory; checking costs a few
@@ -91,17 +113,18 @@ void check_sequences(const Tensor& block_table, const Tensor& cu_seqlens_q,
   }
 }
 
-pdserve::QueryKey query_key(const Tensor& q, const Tensor& k_cache) {
-  return {q.const_data_ptr<float>(), q.stride(0), q.stride(1), k_cache.const_data_ptr<float>(),
-          q.size(2)};
+pdserve::QueryKey query_key(const Tensor& q, const Tensor& cache,
+                            const std::optional<Tensor>& scale) {
+  return {q.const_data_ptr<float>(), q.stride(0), q.stride(1), rows_of(cache, scale)};
 }
 
 // Attention whose args lack nothing but what is alike for all kinds of caches.
 Tensor attend(pdserve::AttentionArgs& args, const Tensor& q, const Tensor& k_cache,
               const Tensor& v_cache, const Tensor& block_table, const Tensor& cu_seqlens_q,
-              const Tensor& context_lens, double scale) {
+              const Tensor& context_lens, double scale, const std::optional<Tensor>& k_scale,
+              const std::optional<Tensor>& v_scale) {
   check_float(q, "q", 3);
-  check_caches(k_cache, v_cache, q.size(1), q.size(2));
+  check_caches(k_cache, v_cache, k_scale, v_scale, q.size(1), q.size(2));
   check_int(block_table, "block_table", 2);
   check_int(cu_seqlens_q, "cu_seqlens_q", 1);
   check_int(context_lens, "context_lens", 1);
@@ -110,9 +133,8 @@ Tensor attend(pdserve::AttentionArgs& args, const Tensor& q, const Tensor& k_cac
     check_sequences(block_table, cu_seqlens_q, context_lens, num_tokens, num_blocks, block_size);
   });
   Tensor out = empty({q.size(0), q.size(1), v_cache.size(3)}, q.options());
-  args.parts[0] = query_key(q, k_cache);
-  args.v_cache = v_cache.const_data_ptr<float>();
-  args.value_dim = v_cache.size(3);
+  args.parts[0] = query_key(q, k_cache, k_scale);
+  args.values = rows_of(v_cache, v_scale);
   args.block_table = block_table.const_data_ptr<int32_t>();
   args.block_table_stride = block_table.size(1);
   args.cu_seqlens_q = cu_seqlens_q.const_data_ptr<int32_t>();
@@ -124,32 +146,38 @@ Tensor attend(pdserve::AttentionArgs& args, const Tensor& q, const Tensor& k_cac
   args.block_size = block_size;
   args.scale = static_cast<float>(scale);
   run([args] { pdserve::paged_attention(args); },
-      {q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens});
+      {q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, k_scale.value_or(Tensor()),
+       v_scale.value_or(Tensor())});
   return out;
 }
 
 Tensor paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
                        const Tensor& block_table, const Tensor& cu_seqlens_q,
-                       const Tensor& context_lens, double scale, int64_t window) {
+                       const Tensor& context_lens, double scale, int64_t window,
+                       const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale) {
   TORCH_CHECK(window >= 0, "window is ", window);
   pdserve::AttentionArgs args{};
   args.window = window;
-  return attend(args, q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, scale);
+  return attend(args, q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, scale, k_scale,
+                v_scale);
 }
 
 Tensor mla_paged_attention(const Tensor& q_latent, const Tensor& q_rope, const Tensor& latent_cache,
                            const Tensor& rope_cache, const Tensor& block_table,
-                           const Tensor& cu_seqlens_q, const Tensor& context_lens, double scale) {
+                           const Tensor& cu_seqlens_q, const Tensor& context_lens, double scale,
+                           const std::optional<Tensor>& latent_scale,
+                           const std::optional<Tensor>& rope_scale) {
   check_float(q_rope, "q_rope", 3);
-  check_caches(latent_cache, rope_cache, q_latent.size(1), q_latent.size(2));
+  check_caches(latent_cache, rope_cache, latent_scale, rope_scale, q_latent.size(1),
+               q_latent.size(2));
   check_size(latent_cache.size(1), 1, "heads of the latent cache");
   check_size(q_rope.size(0), q_latent.size(0), "tokens of q_rope");
   check_size(q_rope.size(1), q_latent.size(1), "heads of q_rope");
   check_size(q_rope.size(2), rope_cache.size(3), "width of q_rope");
   pdserve::AttentionArgs args{};
-  args.parts[1] = query_key(q_rope, rope_cache);
+  args.parts[1] = query_key(q_rope, rope_cache, rope_scale);
   return attend(args, q_latent, latent_cache, latent_cache, block_table, cu_seqlens_q, context_lens,
-                scale);
+                scale, latent_scale, latent_scale);
 }
 
 void check_slots(const Tensor& slot_mapping, int64_t num_tokens, int64_t num_slots) {
@@ -185,10 +213,11 @@ Tensor interleave_rope(const Tensor& x, const Tensor& cos, const Tensor& sin) {
 
 void kv_rmsnorm_rope(const Tensor& kv, const Tensor& weight, const Tensor& cos, const Tensor& sin,
                      Tensor& latent_cache, Tensor& rope_cache, const Tensor& slot_mapping,
-                     double eps) {
+                     double eps, std::optional<Tensor> latent_scale,
+                     std::optional<Tensor> rope_scale) {
   check_float(kv, "kv", 2);
   check_contiguous(weight, "weight", 1);
-  check_caches(latent_cache, rope_cache, 1, weight.numel());
+  check_caches(latent_cache, rope_cache, latent_scale, rope_scale, 1, weight.numel());
   check_size(kv.size(1), latent_cache.size(3) + rope_cache.size(3), "width of kv");
   check_angles(cos, sin, kv.size(0), rope_cache.size(3));
   check_slots(slot_mapping, kv.size(0), latent_cache.size(0) * latent_cache.size(2));
@@ -197,15 +226,14 @@ void kv_rmsnorm_rope(const Tensor& kv, const Tensor& weight, const Tensor& cos, 
                                  weight.const_data_ptr<float>(),
                                  cos.const_data_ptr<float>(),
                                  sin.const_data_ptr<float>(),
-                                 latent_cache.mutable_data_ptr<float>(),
-                                 rope_cache.mutable_data_ptr<float>(),
+                                 slots_of(latent_cache, latent_scale),
+                                 slots_of(rope_cache, rope_scale),
                                  slot_mapping.const_data_ptr<int32_t>(),
                                  kv.size(0),
-                                 latent_cache.size(3),
-                                 rope_cache.size(3),
                                  static_cast<float>(eps)};
   run([args] { pdserve::kv_rmsnorm_rope(args); },
-      {kv, weight, cos, sin, latent_cache, rope_cache, slot_mapping});
+      {kv, weight, cos, sin, latent_cache, rope_cache, slot_mapping,
+       latent_scale.value_or(Tensor()), rope_scale.value_or(Tensor())});
 }
 
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
@@ -245,12 +273,14 @@ Tensor add_rms_norm(const Tensor& x, Tensor& residual, const Tensor& weight, dou
 
 Tensor rotary_kv_write(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos,
                        const Tensor& sin, Tensor& k_cache, Tensor& v_cache,
-                       const Tensor& slot_mapping) {
+                       const Tensor& slot_mapping, std::optional<Tensor> k_scale,
+                       std::optional<Tensor> v_scale) {
   check_float(q, "q", 3);
   check_float(k, "k", 3);
   check_float(v, "v", 3);
   const int64_t num_tokens = q.size(0), head_dim = q.size(2);
-  check_caches(k_cache, v_cache, q.size(1), head_dim);
+  check_caches(k_cache, v_cache, k_scale, v_scale, q.size(1), head_dim);
+  check_size(v_cache.size(3), head_dim, "head_dim of v_cache");
   TORCH_CHECK(k.sizes() == v.sizes(), "k and v differ in shape");
   check_size(k.size(0), num_tokens, "tokens of k");
   check_size(k.size(1), k_cache.size(1), "heads of k");
@@ -270,8 +300,8 @@ Tensor rotary_kv_write(const Tensor& q, const Tensor& k, const Tensor& v, const 
   args.v_head_stride = v.stride(1);
   args.cos = cos.const_data_ptr<float>();
   args.sin = sin.const_data_ptr<float>();
-  args.k_cache = k_cache.mutable_data_ptr<float>();
-  args.v_cache = v_cache.mutable_data_ptr<float>();
+  args.k_cache = slots_of(k_cache, k_scale);
+  args.v_cache = slots_of(v_cache, v_scale);
   args.slot_mapping = slot_mapping.const_data_ptr<int32_t>();
   args.q_out = out.mutable_data_ptr<float>();
   args.num_tokens = num_tokens;
@@ -280,7 +310,8 @@ Tensor rotary_kv_write(const Tensor& q, const Tensor& k, const Tensor& v, const 
   args.head_dim = head_dim;
   args.block_size = k_cache.size(2);
   run([args] { pdserve::rotary_kv_write(args); },
-      {q, k, v, cos, sin, k_cache, v_cache, slot_mapping});
+      {q, k, v, cos, sin, k_cache, v_cache, slot_mapping, k_scale.value_or(Tensor()),
+       v_scale.value_or(Tensor())});
   return out;
 }
 
@@ -374,19 +405,23 @@ void set_lent_threads(const std::vector<int64_t>& flags) {
 TORCH_LIBRARY(pdserve_cpu, m) {
   m.def(
       "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, "
-      "Tensor cu_seqlens_q, Tensor context_lens, float scale, int window=0) -> Tensor");
+      "Tensor cu_seqlens_q, Tensor context_lens, float scale, int window=0, "
+      "Tensor? k_scale=None, Tensor? v_scale=None) -> Tensor");
   m.def(
       "mla_paged_attention(Tensor q_latent, Tensor q_rope, Tensor latent_cache, Tensor rope_cache, "
-      "Tensor block_table, Tensor cu_seqlens_q, Tensor context_lens, float scale) -> Tensor");
+      "Tensor block_table, Tensor cu_seqlens_q, Tensor context_lens, float scale, "
+      "Tensor? latent_scale=None, Tensor? rope_scale=None) -> Tensor");
   m.def("interleave_rope(Tensor x, Tensor cos, Tensor sin) -> Tensor");
   m.def(
       "kv_rmsnorm_rope(Tensor kv, Tensor weight, Tensor cos, Tensor sin, Tensor(a!) latent_cache, "
-      "Tensor(b!) rope_cache, Tensor slot_mapping, float eps) -> ()");
+      "Tensor(b!) rope_cache, Tensor slot_mapping, float eps, Tensor(c!)? latent_scale=None, "
+      "Tensor(d!)? rope_scale=None) -> ()");
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("add_rms_norm(Tensor x, Tensor(a!) residual, Tensor weight, float eps) -> Tensor");
   m.def(
       "rotary_kv_write(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, "
-      "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping) -> Tensor");
+      "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, Tensor(c!)? k_scale=None, "
+      "Tensor(d!)? v_scale=None) -> Tensor");
   m.def("silu_mul(Tensor gate_up) -> Tensor");
   m.def("embedding(Tensor token_ids, Tensor weight) -> Tensor");
   m.def("set_lent_threads(int[] flags) -> ()", set_lent_threads);

@@ -1,9 +1,11 @@
 // Norms, rotary embedding with the KV write, SiLU-mul and embedding: one pass over memory each.
 #include "kernels.h"
+#include "quantized_cache.h"
 #include "vec.h"
 
 #include <cmath>
 #include <cstring>
+#include <vector>
 
 namespace pdserve {
 namespace {
@@ -60,6 +62,17 @@ inline void rotate_pairs(const float* x, const float* cos, const float* sin, int
   }
 }
 
+// Row `row` of a cache: write(float*) fills it, or a buffer that becomes its bytes and scale.
+template <typename F>
+inline void write_row(const CacheSlots& cache, int64_t row, std::vector<float>& buffer,
+                      const F& write) {
+  if (!cache.scales) return write(static_cast<float*>(cache.values) + row * cache.dim);
+  buffer.resize(cache.dim);
+  write(buffer.data());
+  cache.scales[row] =
+      quantize_row(buffer.data(), cache.dim, static_cast<int8_t*>(cache.values) + row * cache.dim);
+}
+
 }  // namespace
 
 void rms_norm(const NormRows& rows, const float* weight, float eps, float* out) {
@@ -93,6 +106,7 @@ void rotary_kv_write(const RotaryArgs& a) {
   const int64_t half = a.head_dim / 2;
   const int64_t floats = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim;
   parallel_even(a.num_tokens, rows_per_task(floats), [&](int64_t begin, int64_t end) {
+    std::vector<float> buffer;
     for (int64_t t = begin; t < end; ++t) {
       const float *cos = a.cos + t * half, *sin = a.sin + t * half;
       for (int64_t h = 0; h < a.num_heads; ++h)
@@ -102,10 +116,14 @@ void rotary_kv_write(const RotaryArgs& a) {
       if (slot < 0) continue;
       const int64_t block = slot / a.block_size, offset = slot % a.block_size;
       for (int64_t h = 0; h < a.num_kv_heads; ++h) {
-        const int64_t at = ((block * a.num_kv_heads + h) * a.block_size + offset) * a.head_dim;
-        rotate(a.k + t * a.k_token_stride + h * a.k_head_stride, cos, sin, half, a.k_cache + at);
-        std::memcpy(a.v_cache + at, a.v + t * a.v_token_stride + h * a.v_head_stride,
-                    a.head_dim * sizeof(float));
+        const int64_t row = (block * a.num_kv_heads + h) * a.block_size + offset;
+        write_row(a.k_cache, row, buffer, [&](float* to) {
+          rotate(a.k + t * a.k_token_stride + h * a.k_head_stride, cos, sin, half, to);
+        });
+        write_row(a.v_cache, row, buffer, [&](float* to) {
+          std::memcpy(to, a.v + t * a.v_token_stride + h * a.v_head_stride,
+                      a.head_dim * sizeof(float));
+        });
       }
     }
   });
@@ -122,16 +140,19 @@ void interleave_rope(const HeadRows& r, const float* cos, const float* sin, floa
 }
 
 void kv_rmsnorm_rope(const LatentArgs& a) {
-  const int64_t half = a.rope_dim / 2;
-  parallel_even(a.num_tokens, rows_per_task(a.rank + a.rope_dim), [&](int64_t begin, int64_t end) {
+  const int64_t rank = a.latent_cache.dim, rope_dim = a.rope_cache.dim, half = rope_dim / 2;
+  parallel_even(a.num_tokens, rows_per_task(rank + rope_dim), [&](int64_t begin, int64_t end) {
+    std::vector<float> buffer;
     for (int64_t t = begin; t < end; ++t) {
       const int64_t slot = a.slot_mapping[t];
       if (slot < 0) continue;
       const float* latent = a.kv + t * a.ld_kv;
-      normalise(latent, sum_of_squares(latent, a.rank), a.weight, a.eps, a.rank,
-                a.latent_cache + slot * a.rank);
-      rotate_pairs(latent + a.rank, a.cos + t * half, a.sin + t * half, half,
-                   a.rope_cache + slot * a.rope_dim);
+      write_row(a.latent_cache, slot, buffer, [&](float* to) {
+        normalise(latent, sum_of_squares(latent, rank), a.weight, a.eps, rank, to);
+      });
+      write_row(a.rope_cache, slot, buffer, [&](float* to) {
+        rotate_pairs(latent + rank, a.cos + t * half, a.sin + t * half, half, to);
+      });
     }
   });
 }

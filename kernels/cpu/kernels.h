@@ -6,24 +6,37 @@
 
 namespace pdserve {
 
+// A paged cache, [num_blocks, Hkv, block_size, dim], contiguous: a row is one token of one head.
+struct CacheRows {
+  const void* values;  // float, or int8 where there are scales
+  const float*
+      scales;  // [num_blocks, Hkv, block_size], what a row's int8 are multiplied with; or null
+  int64_t dim;
+};
+
+// The same to be written to.
+struct CacheSlots {
+  void* values;
+  float* scales;
+  int64_t dim;
+};
+
 // A query, and the cache that its keys are in.
 struct QueryKey {
-  const float* q;  // [T, Hq, dim]
+  const float* q;  // [T, Hq, keys.dim]
   int64_t q_token_stride, q_head_stride;
-  const float* k_cache;  // [num_blocks, Hkv, block_size, dim], contiguous
-  int64_t dim;
+  CacheRows keys;
 };
 
 struct AttentionArgs {
   // Scores are the sum over both parts; the second one has dim 0 except in latent attention.
   QueryKey parts[2];
-  const float* v_cache;  // [num_blocks, Hkv, block_size, value_dim]
-  int64_t value_dim;
+  CacheRows values;            // all caches are float, or all are int8
   const int32_t* block_table;  // [N, block_table_stride]
   int64_t block_table_stride;
   const int32_t* cu_seqlens_q;  // [N + 1]
   const int32_t* context_lens;  // [N]
-  float* out;                   // [T, Hq, value_dim], contiguous
+  float* out;                   // [T, Hq, values.dim], contiguous
   int64_t num_seqs, num_heads, num_kv_heads, block_size;
   int64_t window;  // a query sees this many keys up to its own; 0: all
   float scale;
@@ -48,7 +61,7 @@ struct RotaryArgs {
   int64_t q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride,
       v_head_stride;
   const float *cos, *sin;  // [T, D / 2], contiguous
-  float *k_cache, *v_cache;
+  CacheSlots k_cache, v_cache;
   const int32_t* slot_mapping;
   float* q_out;  // [T, Hq, D], contiguous
   int64_t num_tokens, num_heads, num_kv_heads, head_dim, block_size;
@@ -69,9 +82,9 @@ struct LatentArgs {
   const float* kv;  // [T, rank + rope_dim]
   int64_t ld_kv;
   const float *weight, *cos, *sin;
-  float *latent_cache, *rope_cache;
+  CacheSlots latent_cache, rope_cache;
   const int32_t* slot_mapping;
-  int64_t num_tokens, rank, rope_dim;
+  int64_t num_tokens;
   float eps;
 };
 

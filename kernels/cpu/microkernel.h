@@ -13,30 +13,35 @@
 
 namespace pdserve {
 
-struct Product {
+// B: float, or int8_t, which becomes float in registers.
+template <typename B>
+struct ProductOf {
   const float* a;
   int64_t ld_a;
-  const float* b;
+  const B* b;
   int64_t ld_b;
   int64_t depth;
   float* c;
   int64_t ld_c;
-  bool is_continued;             // start from what is in c, else from zero
-  const char* next_b = nullptr;  // prefetched while this is computed, all of it over all rows
+  bool is_continued;                  // start from what is in c, else from zero
+  const char* next_b = nullptr;       // prefetched while this is computed, all of it over all rows
+  int64_t next_size = sizeof(float);  // bytes of an element there
 };
 
-template <int Rows, int Vecs>
-void multiply_tile(const Product& product, int64_t prefetch_step) {
-  const Product p = product;
+using Product = ProductOf<float>;
+
+template <typename B, int Rows, int Vecs>
+void multiply_tile(const ProductOf<B>& product, int64_t prefetch_step) {
+  const ProductOf<B> p = product;
   Register acc[Rows * Vecs];
   Register row[Vecs];
   Register scalar;
   const auto load = [&](auto i) {
     acc[i] = p.is_continued ? Vec::loadu(p.c + i / Vecs * p.ld_c + i % Vecs * kLanes) : Vec(0.f);
   };
-  const auto multiply_add = [&](auto i, const float* a, const float* b) {
+  const auto multiply_add = [&](auto i, const float* a, const B* b) {
     constexpr int r = i / Vecs, v = i % Vecs;
-    if constexpr (r == 0) row[v] = Vec::loadu(b + v * kLanes);
+    if constexpr (r == 0) row[v] = load_wide(b + v * kLanes);
     if constexpr (v == 0) scalar = Vec(a[r * p.ld_a]);
     acc[i] = at::vec::fmadd(Vec(scalar), Vec(row[v]), Vec(acc[i]));
   };
@@ -44,7 +49,7 @@ void multiply_tile(const Product& product, int64_t prefetch_step) {
     Vec(acc[i]).store(p.c + i / Vecs * p.ld_c + i % Vecs * kLanes);
   };
   c10::ForcedUnroll<Rows * Vecs>{}(load);
-  const float* b = p.b;
+  const B* b = p.b;
   const char* next_b = p.next_b;
   for (int64_t k = 0; k < p.depth; ++k, b += p.ld_b, next_b += prefetch_step) {
     __builtin_prefetch(next_b);
@@ -54,21 +59,22 @@ void multiply_tile(const Product& product, int64_t prefetch_step) {
   c10::ForcedUnroll<Rows * Vecs>{}(store);
 }
 
-using TileFn = void (*)(const Product&, int64_t);
+template <typename B>
+using TileFn = void (*)(const ProductOf<B>&, int64_t);
 
-template <int Vecs, int... Rows>
-constexpr std::array<TileFn, sizeof...(Rows)> tiles_of(std::integer_sequence<int, Rows...>) {
-  return {multiply_tile<Rows + 1, Vecs>...};
+template <typename B, int Vecs, int... Rows>
+constexpr std::array<TileFn<B>, sizeof...(Rows)> tiles_of(std::integer_sequence<int, Rows...>) {
+  return {multiply_tile<B, Rows + 1, Vecs>...};
 }
 
 // Vecs * kLanes columns of the product, any number of rows.
-template <int Vecs>
-void multiply_rows(Product p, int64_t rows) {
-  static constexpr auto tiles = tiles_of<Vecs>(std::make_integer_sequence<int, kTileRows>());
+template <int Vecs, typename B = float>
+void multiply_rows(ProductOf<B> p, int64_t rows) {
+  static constexpr auto tiles = tiles_of<B, Vecs>(std::make_integer_sequence<int, kTileRows>());
   const int64_t num_tiles = ceil_div<int64_t>(rows, kTileRows);
   // Each tile fetches its share. Without anything to fetch it touches what it reads anyway: an
   // unmapped address would cost a walk through the page tables each time.
-  const int64_t step = p.next_b ? Vecs * static_cast<int64_t>(sizeof(Register)) / num_tiles : 0;
+  const int64_t step = p.next_b ? Vecs * kLanes * p.next_size / num_tiles : 0;
   if (!p.next_b) p.next_b = reinterpret_cast<const char*>(p.b);
   for (int64_t left = num_tiles; left > 0; --left) {
     // Even tiles: 7 + 6 rows keep more FMAs in flight than 12 + 1.
@@ -82,10 +88,11 @@ void multiply_rows(Product p, int64_t rows) {
 }
 
 // cols must be a multiple of kLanes.
-inline void multiply(Product p, int64_t rows, int64_t cols) {
+template <typename B = float>
+void multiply(ProductOf<B> p, int64_t rows, int64_t cols) {
   for (; cols >= kTileCols; cols -= kTileCols) {
     multiply_rows<kTileVecs>(p, rows);
-    if (p.next_b) p.next_b += kTileCols * sizeof(float) * p.depth;
+    if (p.next_b) p.next_b += kTileCols * p.next_size * p.depth;
     p.b += kTileCols;
     p.c += kTileCols;
   }

@@ -11,6 +11,7 @@ from kernels import mla
 from kernels.cpu.build import build
 from kernels.experts import ExchangeGroup, ExchangeSizes, ExpertsByParts, GroupedProduct
 from kernels.gating import Gating
+from kernels.kv_cache import KVCache, tensors_of
 from kernels.narrowing import top_k_top_p
 from kernels.packed import PackedWeight
 from kernels.quantized import QuantizedWeight
@@ -105,6 +106,9 @@ class CpuOps:
     samples_on_device = False
     max_top_k = 2**31 - 1
 
+    def check_int8_cache(self, *, is_latent: bool) -> None:
+        """They may."""
+
     def bind_thread(self) -> None:
         """Nothing: memory of the host is every thread's."""
 
@@ -164,7 +168,7 @@ class CpuOps:
         """It itself."""
         return weight
 
-    def slot_index(self, slot_mapping: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+    def slot_index(self, slot_mapping: Tensor, k_cache: KVCache, v_cache: KVCache) -> Tensor:
         """slot_mapping."""
         return slot_mapping
 
@@ -187,21 +191,23 @@ class CpuOps:
         v: Tensor,
         cos: Tensor,
         sin: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        k_cache: KVCache,
+        v_cache: KVCache,
         slot_mapping: Tensor,
     ) -> Tensor:
         """See `Ops.rotary_kv_write`."""
+        k_values, k_scale = tensors_of(k_cache)
+        v_values, v_scale = tensors_of(v_cache)
         result: Tensor = torch.ops.pdserve_cpu.rotary_kv_write(
-            q, k, v, cos, sin, k_cache, v_cache, slot_mapping
+            q, k, v, cos, sin, k_values, v_values, slot_mapping, k_scale, v_scale
         )
         return result
 
     def paged_attention(
         self,
         q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        k_cache: KVCache,
+        v_cache: KVCache,
         block_table: Tensor,
         cu_seqlens_q: Tensor,
         context_lens: Tensor,
@@ -210,8 +216,19 @@ class CpuOps:
         window: int = 0,
     ) -> Tensor:
         """See `Ops.paged_attention`; a query's result is the same in any batch or chunking."""
+        k_values, k_scale = tensors_of(k_cache)
+        v_values, v_scale = tensors_of(v_cache)
         result: Tensor = torch.ops.pdserve_cpu.paged_attention(
-            q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, scale, window
+            q,
+            k_values,
+            v_values,
+            block_table,
+            cu_seqlens_q,
+            context_lens,
+            scale,
+            window,
+            k_scale,
+            v_scale,
         )
         return result
 
@@ -226,14 +243,16 @@ class CpuOps:
         weight: Tensor,
         cos: Tensor,
         sin: Tensor,
-        latent_cache: Tensor,
-        rope_cache: Tensor,
+        latent_cache: KVCache,
+        rope_cache: KVCache,
         slot_mapping: Tensor,
         eps: float,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[KVCache, KVCache]:
         """See `Ops.kv_rmsnorm_rope`."""
+        latents, latent_scale = tensors_of(latent_cache)
+        ropes, rope_scale = tensors_of(rope_cache)
         torch.ops.pdserve_cpu.kv_rmsnorm_rope(
-            kv, weight, cos, sin, latent_cache, rope_cache, slot_mapping, eps
+            kv, weight, cos, sin, latents, ropes, slot_mapping, eps, latent_scale, rope_scale
         )
         return latent_cache, rope_cache
 
@@ -245,8 +264,8 @@ class CpuOps:
         self,
         q_latent: Tensor,
         q_rope: Tensor,
-        latent_cache: Tensor,
-        rope_cache: Tensor,
+        latent_cache: KVCache,
+        rope_cache: KVCache,
         block_table: Tensor,
         cu_seqlens_q: Tensor,
         context_lens: Tensor,
@@ -254,15 +273,19 @@ class CpuOps:
         max_seqlen_q: int,
     ) -> Tensor:
         """See `Ops.mla_paged_attention`; a query's result is the same in any batch."""
+        latents, latent_scale = tensors_of(latent_cache)
+        ropes, rope_scale = tensors_of(rope_cache)
         result: Tensor = torch.ops.pdserve_cpu.mla_paged_attention(
             q_latent,
             q_rope,
-            latent_cache,
-            rope_cache,
+            latents,
+            ropes,
             block_table,
             cu_seqlens_q,
             context_lens,
             scale,
+            latent_scale,
+            rope_scale,
         )
         return result
 
@@ -272,8 +295,8 @@ class CpuOps:
         q_rope: Tensor,
         w_uk: Tensor,
         w_uv: Tensor,
-        latent_cache: Tensor,
-        rope_cache: Tensor,
+        latent_cache: KVCache,
+        rope_cache: KVCache,
         block_table: Tensor,
         cu_seqlens_q: Tensor,
         context_lens: Tensor,
@@ -361,19 +384,19 @@ def _register_fakes() -> None:
     def fake_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         return x.new_empty(x.shape)
 
-    def fake_rotary_kv_write(q: Tensor, *_: Tensor) -> Tensor:
+    def fake_rotary_kv_write(q: Tensor, *_: Tensor | None) -> Tensor:
         return q.new_empty(q.shape)
 
-    def fake_paged_attention(q: Tensor, *_: Tensor | float) -> Tensor:
+    def fake_paged_attention(q: Tensor, *_: Tensor | float | None) -> Tensor:
         return q.new_empty(q.shape)
 
-    def fake_mla_paged_attention(q_latent: Tensor, *_: Tensor | float) -> Tensor:
+    def fake_mla_paged_attention(q_latent: Tensor, *_: Tensor | float | None) -> Tensor:
         return q_latent.new_empty(q_latent.shape)
 
     def fake_interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return x.new_empty(x.shape)
 
-    def fake_kv_rmsnorm_rope(*_: Tensor | float) -> None:
+    def fake_kv_rmsnorm_rope(*_: Tensor | float | None) -> None:
         return None
 
     def fake_silu_mul(gate_up: Tensor) -> Tensor:

@@ -48,21 +48,6 @@ inline Vec load_factor(const uint8_t* from, bool is_half, int64_t index) {
 #endif
 }
 
-// kLanes int8 as floats.
-inline Vec widen_bytes(const uint8_t* from) {
-#if defined(CPU_CAPABILITY_AVX512)
-  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
-  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
-#elif defined(CPU_CAPABILITY_AVX2)
-  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
-  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
-#else
-  float wide[kLanes];
-  for (int i = 0; i < kLanes; ++i) wide[i] = static_cast<int8_t>(from[i]);
-  return Vec::loadu(wide);
-#endif
-}
-
 // kLanes words of eight 4-bit values each.
 struct Words {
 #if defined(CPU_CAPABILITY_AVX512)

@@ -55,6 +55,25 @@ constexpr T round_up(T a, T b) {
   return ceil_div(a, b) * b;
 }
 
+// kLanes int8 as floats.
+inline Vec widen_bytes(const void* from) {
+#if defined(CPU_CAPABILITY_AVX512)
+  const __m128i bytes = _mm_loadu_si128(static_cast<const __m128i*>(from));
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+#elif defined(CPU_CAPABILITY_AVX2)
+  const __m128i bytes = _mm_loadl_epi64(static_cast<const __m128i*>(from));
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+#else
+  float wide[kLanes];
+  for (int i = 0; i < kLanes; ++i) wide[i] = static_cast<const int8_t*>(from)[i];
+  return Vec::loadu(wide);
+#endif
+}
+
+// kLanes numbers of either kind as floats.
+inline Vec load_wide(const float* from) { return Vec::loadu(from); }
+inline Vec load_wide(const int8_t* from) { return widen_bytes(from); }
+
 #if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
 // Halves of rows r and r + 4 side by side, so that the loads do a third of the shuffling.
 inline __m256 load_halves(const float* src, int64_t ld_src) {

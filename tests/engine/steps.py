@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.batch import BatchBuilder
 from engine.collectives import Group, max_over
 from engine.config import Quantization
-from engine.kv_layout import kv_layout
+from engine.kv_layout import kv_layout, poisoned_caches
 from engine.models import CausalLM, build_model
 from engine.parallel import Parallel
 from engine.request import Request, SamplingParams
@@ -55,13 +55,11 @@ class PoisonedCache:
         block_size: int,
         seed: int = 0,
         parallel: Parallel | None = None,
+        dtype: str = "float32",
     ) -> None:
-        config = model.config
         self.block_size = block_size
-        self.k_caches, self.v_caches = (
-            [torch.full(shape, torch.nan) for _ in range(config.num_kv_layers)]
-            for shape in kv_layout(config, block_size, parallel).shapes(num_blocks)
-        )
+        self.layout = kv_layout(model.config, block_size, parallel, dtype)
+        self.k_caches, self.v_caches = poisoned_caches(self.layout, num_blocks)
         generator = torch.Generator().manual_seed(seed)
         self._free = torch.randperm(num_blocks, generator=generator).tolist()
 

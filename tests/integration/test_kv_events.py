@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from protos import worker_pb2, worker_pb2_grpc
-from protos.block_hash import block_salt, hash_blocks
+from protos.block_hash import block_salt, hash_blocks, kv_identity
 from tests.integration.service import TOKEN, Service
 
 pytestmark = pytest.mark.multiprocess
@@ -40,7 +40,7 @@ def test_a_snapshot_and_then_every_change_in_order(tiny_model: Path, role: str) 
                 iter(outgoing.get, None), timeout=60, metadata=(("x-pdserve-token", TOKEN),)
             )
             hello = next(replies).hello
-            salt = block_salt(f"{hello.model}/{hello.layout.weights}", "", "")
+            salt = block_salt(kv_identity(hello.model, hello.layout), "", "")
             outgoing.put(worker_pb2.ProxyMessage(resync_kv=worker_pb2.ResyncKV()))
             events = _next_events(replies)
             snapshot = next(e for e in events if e.is_snapshot)

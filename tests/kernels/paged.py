@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.kv_cache import KVCache
 from kernels.ops import Ops
 
 
@@ -14,8 +15,8 @@ class PagedBatch:
     """Arguments of Ops.paged_attention."""
 
     q: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
+    k_cache: KVCache
+    v_cache: KVCache
     block_table: Tensor
     cu_seqlens_q: Tensor
     context_lens: Tensor
@@ -104,8 +105,8 @@ class PagedMLABatch:
     q_rope: Tensor
     w_uk: Tensor
     w_uv: Tensor
-    latent_cache: Tensor
-    rope_cache: Tensor
+    latent_cache: KVCache
+    rope_cache: KVCache
     block_table: Tensor
     cu_seqlens_q: Tensor
     context_lens: Tensor
@@ -113,7 +114,7 @@ class PagedMLABatch:
     tokens: list[tuple[Tensor, Tensor]]
     """Latents and ropes of each sequence, as they are in the cache."""
 
-    def paging(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, float, int]:
+    def paging(self) -> tuple[KVCache, KVCache, Tensor, Tensor, Tensor, float, int]:
         return (
             self.latent_cache,
             self.rope_cache,

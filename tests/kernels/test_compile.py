@@ -2,7 +2,9 @@
 
 import torch
 
+from kernels.kv_cache import QuantizedCache
 from kernels.ops import Ops
+from tests.kernels.int8 import with_int8_cache
 from tests.kernels.paged import make_batch
 
 
@@ -14,25 +16,49 @@ def test_every_op_has_a_true_schema_and_fake(cpu: Ops) -> None:
     half = torch.rand(10, 8)
     slots = torch.arange(10, dtype=torch.int32)
     packed = ops.pack_weight(torch.randn(70, 24))
-    calls = {
-        ops.paged_attention: (
-            batch.q.contiguous(),
-            batch.k_cache.nan_to_num(),
-            batch.v_cache.nan_to_num(),
-            batch.block_table,
-            batch.cu_seqlens_q,
-            batch.context_lens,
-            batch.scale,
+    int8 = with_int8_cache(batch)
+    attended = (
+        batch.q.contiguous(),
+        batch.k_cache.nan_to_num(),
+        batch.v_cache.nan_to_num(),
+        batch.block_table,
+        batch.cu_seqlens_q,
+        batch.context_lens,
+    )
+    k_int8, v_int8 = (
+        QuantizedCache(c.byte().char(), c[..., :1].clone()) for c in (k_cache, v_cache)
+    )
+    calls = [
+        (ops.paged_attention, (*attended, batch.scale)),
+        (
+            ops.paged_attention,
+            (
+                attended[0],
+                int8.k_cache.values,
+                int8.v_cache.values,
+                *attended[3:],
+                batch.scale,
+                0,
+                int8.k_cache.scale.nan_to_num(),
+                int8.v_cache.scale.nan_to_num(),
+            ),
         ),
-        ops.rotary_kv_write: (q, k, v, half, half, k_cache, v_cache, slots),
-        ops.rms_norm: (torch.randn(3, 24), torch.randn(24), 1e-5),
-        ops.add_rms_norm: (torch.randn(3, 24), torch.randn(3, 24), torch.randn(24), 1e-5),
-        ops.silu_mul: (torch.randn(3, 24),),
-        ops.embedding: (torch.tensor([1, 2]), torch.randn(5, 8)),
-        ops.linear: (torch.randn(3, 24), packed, None, 70),
-        ops.packed_rows: (packed, torch.tensor([1, 69]), 70),
-    }
-    for op, args in calls.items():
+        (ops.rotary_kv_write, (q, k, v, half, half, k_cache, v_cache, slots)),
+        (
+            ops.rotary_kv_write,
+            (
+                *(q, k, v, half, half, k_int8.values, v_int8.values, slots),
+                *(k_int8.scale, v_int8.scale),
+            ),
+        ),
+        (ops.rms_norm, (torch.randn(3, 24), torch.randn(24), 1e-5)),
+        (ops.add_rms_norm, (torch.randn(3, 24), torch.randn(3, 24), torch.randn(24), 1e-5)),
+        (ops.silu_mul, (torch.randn(3, 24),)),
+        (ops.embedding, (torch.tensor([1, 2]), torch.randn(5, 8))),
+        (ops.linear, (torch.randn(3, 24), packed, None, 70)),
+        (ops.packed_rows, (packed, torch.tensor([1, 69]), 70)),
+    ]
+    for op, args in calls:
         torch.library.opcheck(op.default, args)
 
 

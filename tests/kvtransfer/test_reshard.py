@@ -58,8 +58,10 @@ def apply(
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[KVLayout, int, int, int, int, int, list[int], list[int]]:
     mla = draw(st.booleans())
+    dtype = draw(st.sampled_from(sorted(DTYPE_BYTES)))
     base = KVLayout(
-        dtype=draw(st.sampled_from(sorted(DTYPE_BYTES))),
+        dtype=dtype,
+        scale_dtype="float32" if dtype == "int8" else "",
         num_layers=1,
         num_kv_heads=1,
         head_dim=draw(st.integers(1, 3)),
@@ -91,8 +93,8 @@ def test_every_byte_of_a_target_rank_is_written_once_with_what_it_would_have_com
     case: tuple[KVLayout, int, int, int, int, int, list[int], list[int]],
 ) -> None:
     base, source_size, target_size, source_bs, target_bs, num_tokens, s_blocks, t_blocks = case
-    item_bytes = DTYPE_BYTES[base.dtype]
     for part_idx, part in enumerate(base.parts):
+        item_bytes = DTYPE_BYTES[part.dtype]
         shape = (base.num_model_heads, num_tokens, part.width)
         model = torch.arange(shape[0] * shape[1] * shape[2]).view(shape)
         for target_rank in range(target_size):
@@ -148,6 +150,12 @@ def test_too_few_blocks_for_the_tokens_are_refused() -> None:
 def test_layouts_of_different_models_are_refused(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=field):
         plan_transfer(LAYOUT, replace(LAYOUT, **{field: value}), [1], [2])
+
+
+def test_unlike_dtypes_are_refused_with_both() -> None:
+    int8 = replace(LAYOUT, dtype="int8", scale_dtype="float32")
+    with pytest.raises(ValueError, match="dtype differs: writer float32, reader int8"):
+        plan_transfer(LAYOUT, int8, [1], [2])
 
 
 def test_more_ranks_than_heads_must_divide() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import BatchBuilder
-from engine.kv_layout import kv_layout
+from engine.kv_layout import kv_layout, poisoned_caches
 from engine.layers.layer import named_weights, pack_weights
 from engine.models import CausalLM, build_model
 from engine.models.config import parse_model_config
@@ -82,19 +82,14 @@ def fill(model: CausalLM) -> dict[str, Tensor]:
 class Caches:
     """Caches full of NaN, the last block being the spare one."""
 
-    k: list[Tensor]
-    v: list[Tensor]
+    k: list[Any]
+    v: list[Any]
 
 
-def caches(model: CausalLM, num_blocks: int, dtype: torch.dtype = torch.float32) -> Caches:
+def caches(model: CausalLM, num_blocks: int, dtype: str = "float32") -> Caches:
     """One spare block more than num_blocks."""
-    layout = kv_layout(model.config, BLOCK_SIZE)
-    made = Caches([], [])
-    for _ in range(layout.num_layers):
-        for part, found in zip(layout.parts, (made.k, made.v), strict=True):
-            shape = (num_blocks + 1, part.num_heads, BLOCK_SIZE, part.width)
-            found.append(torch.full(shape, torch.nan, dtype=dtype))
-    return made
+    layout = kv_layout(model.config, BLOCK_SIZE, dtype=dtype)
+    return Caches(*poisoned_caches(layout, num_blocks + 1))
 
 
 def make_request(index: int, token_ids: list[int]) -> Request:
@@ -109,13 +104,17 @@ def make_request(index: int, token_ids: list[int]) -> Request:
 
 @torch.inference_mode()
 def generate(
-    model: CausalLM, prompts: list[list[int]], num_tokens: int, num_cached: int = 0
+    model: CausalLM,
+    prompts: list[list[int]],
+    num_tokens: int,
+    num_cached: int = 0,
+    cache_dtype: str = "float32",
 ) -> tuple[list[list[int]], Tensor]:
     """Greedy tokens of all prompts in one batch, and the logits [steps, N, V] that gave them.
 
     num_cached: the first so many tokens of all prompts are equal and computed once, then shared.
     """
-    made = caches(model, num_blocks=4 * len(prompts) + 4)
+    made = caches(model, num_blocks=4 * len(prompts) + 4, dtype=cache_dtype)
     builder = BatchBuilder(made.k, made.v, BLOCK_SIZE)
     free = torch.randperm(4 * len(prompts) + 4, generator=torch.Generator().manual_seed(1)).tolist()
     requests = [make_request(i, prompt) for i, prompt in enumerate(prompts)]

@@ -374,9 +374,19 @@ def fused_infer_attention_score(
     num_key_value_heads: int = 0,
     sparse_mode: int = 0,
     block_size: int = 0,
+    dequant_scale_key: Tensor | None = None,
+    dequant_scale_value: Tensor | None = None,
+    key_quant_mode: int = 0,
+    value_quant_mode: int = 0,
     **unused: object,
 ) -> tuple[Tensor, Tensor]:
     _demand(query.is_contiguous() and key.is_contiguous(), "query and key are contiguous")
+    if dequant_scale_key is not None and dequant_scale_value is not None:
+        _demand(input_layout == "BNSD" and block_table is not None, "one query, paged keys")
+        _demand(key_quant_mode == value_quant_mode == 5, "scales per token and head, paged")
+        key = _dequantised(key, dequant_scale_key)
+        value = _dequantised(value, dequant_scale_value)
+    _demand(query.dtype == key.dtype == value.dtype, "queries, keys and values have one dtype")
     _demand(num_query_heads % num_key_value_heads == 0, "heads divide")
     if input_layout == "BNSD":
         _demand(query.shape[2] == 1, "only one query each is simulated")
@@ -407,6 +417,12 @@ def fused_infer_attention_score(
             out[start:stop] = _attend(part, keys, values, softmax_scale, hidden)
         start = stop
     return (out.unsqueeze(2) if input_layout == "BNSD" else out), torch.zeros(1)
+
+
+def _dequantised(cache: Tensor, scale: Tensor) -> Tensor:
+    _demand(cache.dtype == torch.int8 and scale.dtype == torch.float32, "int8, float32 scales")
+    _demand(scale.shape == cache.shape[:3], "a scale per block, head and token")
+    return cache.float() * scale[..., None]
 
 
 def air_attention(query: Tensor, key: Tensor, value: Tensor, **options: object) -> object:

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.batch import KVBatch
-from engine.kv_layout import kv_layout
+from engine.kv_layout import kv_layout, poisoned_caches
 from engine.layers.layer import pack_weights
 from engine.models import CausalLM, build_model
 from engine.models.config import parse_model_config
@@ -56,14 +55,16 @@ def meta_model(name: str, ops: NpuOps, tp_size: int, quantization: str) -> Causa
     return model
 
 
-def meta_batch(model: CausalLM, tp_size: int, seqlens: list[int], contexts: list[int]) -> KVBatch:
-    layout = kv_layout(model.config, BLOCK_SIZE)
-    caches: list[list[Tensor]] = [[], []]
-    for _ in range(layout.num_layers):
-        for part, found in zip(layout.parts, caches, strict=True):
-            num_heads = max(part.num_heads // tp_size, 1)
-            shape = (65, num_heads, BLOCK_SIZE, part.width)
-            found.append(torch.empty(shape, dtype=torch.bfloat16, device=META))
+def meta_batch(
+    model: CausalLM,
+    tp_size: int,
+    seqlens: list[int],
+    contexts: list[int],
+    cache_dtype: str = "bfloat16",
+) -> KVBatch:
+    layout = kv_layout(model.config, BLOCK_SIZE, dtype=cache_dtype)
+    with META:
+        caches = poisoned_caches(layout.for_rank(0, tp_size), 65)
     num_tokens, num_decodes = sum(seqlens), len(seqlens) if max(seqlens) == 1 else 0
     return KVBatch(
         *caches,
@@ -107,3 +108,19 @@ def test_the_wheel_takes_every_call(name: str, tp_size: int, quantization: str) 
         if name == "Qwen3-30B-A3B":
             expected.remove("npu_swiglu")  # every layer is sparse: it is in the products
     assert calls.names == expected
+
+
+@torch.inference_mode()
+@pytest.mark.usefixtures("all_shapes")
+def test_the_wheel_takes_every_call_on_an_int8_cache() -> None:
+    name = "Qwen2.5-3B"
+    model = meta_model(name, NpuOps(device=META), 1, "none")
+    calls = Calls()
+    for seqlens, contexts in (([300, 1, 77], [300, 900, 205]), ([1] * 32, [100] * 32)):
+        kv = meta_batch(model, 1, seqlens, contexts, "int8")
+        token_ids = torch.zeros(sum(seqlens), dtype=torch.int32, device=META)
+        with calls:
+            hidden = model(token_ids, token_ids, kv)
+        assert hidden.shape == (sum(seqlens), model.config.hidden_size)
+        assert hidden.dtype == torch.bfloat16
+    assert calls.names == EXPECTED[name] | {"npu_dynamic_quant"}

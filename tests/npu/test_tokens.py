@@ -122,6 +122,22 @@ def test_int8_activations_stay_close_to_float_ones(name: str) -> None:
     assert 0 < (logits - expected).norm() / expected.norm() < 0.1
 
 
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+def test_an_int8_cache_gives_the_tokens_of_the_reference(name: str) -> None:
+    lengths = [PREFIX + prompt for prompt in prompts(3, 40, 130)]
+    options: dict[str, Any] = {"num_cached": len(PREFIX), "cache_dtype": "int8"}
+    expected, expected_logits = generate(family(name, ReferenceOps()), lengths, 16, **options)
+    tokens, logits = generate(family(name, npu_ops()), lengths, 16, **options)
+    assert tokens == expected
+    # An element near a half may be rounded to either side: a step of 1/127 of its row.
+    torch.testing.assert_close(logits, expected_logits, rtol=1e-3, atol=5e-2)
+
+
+def test_latents_in_int8_are_refused_with_the_operator_that_does_not_take_them() -> None:
+    with pytest.raises(ValueError, match="npu_fused_infer_attention_score_v2 takes latents"):
+        npu_ops().check_int8_cache(is_latent=True)
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("name", ["qwen2", "deepseek_v3"])
 def test_a_token_without_a_slot_is_written_to_the_spare_block_alone(name: str) -> None:

@@ -1,0 +1,75 @@
+"""Int8 KV in the service: the tokens of one process, resharded, in chunks, through preemption."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.colocated import ColocatedEngine
+from engine.parallel_config import ParallelConfig
+from engine.request import Request, SamplingParams
+from engine.scheduler import SchedulerConfig
+from kernels.ops import select_ops
+from tests.engine.steps import load
+from tests.integration.service import Service
+
+pytestmark = pytest.mark.multiprocess
+
+_NUM_TOKENS = 24
+_PROMPTS = [[3 + (7 * i + n * i * i) % 290 for i in range(n)] for n in (1, 31, 33, 64, 200, 500)]
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model: Path) -> list[list[int]]:
+    """Greedy tokens of one process with an int8 cache."""
+    ops = select_ops("auto")
+    engine = ColocatedEngine(
+        load(tiny_model, ops),
+        ops,
+        num_blocks=64,
+        block_size=32,
+        scheduler_config=SchedulerConfig(max_model_len=1024),
+        cache_dtype="int8",
+    )
+    sampling = SamplingParams(max_tokens=_NUM_TOKENS, ignore_eos=True)
+    requests = [Request(f"{len(p)}", 0, list(p), len(p), sampling) for p in _PROMPTS]
+    engine.generate(requests)
+    return [request.token_ids[request.num_prompt_tokens :] for request in requests]
+
+
+def _generate(service: Service, prompt: list[int]) -> list[int]:
+    return service.generate(prompt, max_tokens=_NUM_TOKENS, ignore_eos=True)
+
+
+async def _generate_all(service: Service) -> list[list[int]]:
+    return list(await asyncio.gather(*(asyncio.to_thread(_generate, service, p) for p in _PROMPTS)))
+
+
+@pytest.mark.parametrize(
+    ("worker", "decoder"),
+    [
+        pytest.param({}, {"parallel": ParallelConfig(tp_size=2)}, id="resharded"),
+        pytest.param({"max_num_batched_tokens": 64}, {"num_blocks": 20}, id="chunks, small pool"),
+    ],
+)
+async def test_disaggregated_tokens_are_those_of_one_process(
+    worker: dict[str, Any], decoder: dict[str, Any], tiny_model: Path, expected: list[list[int]]
+) -> None:
+    with Service(
+        tiny_model,
+        worker={"kv_cache_dtype": "int8", **worker},
+        decoder=decoder,
+        proxy={"local_prefill_tokens": 8},
+    ) as service:
+        assert await _generate_all(service) == expected
+        assert await _generate_all(service) == expected, "a warm prefix cache changed tokens"
+        (prefiller,) = service.of_role("prefiller")
+        stats = prefiller.stats()
+        assert sum(peer.num_transfers for peer in stats.transfers) >= 5
+        # 2 layers of K and V, 2 heads of 16: a byte each, and 4 for the scale of the 16.
+        assert (stats.kv_cache_dtype, stats.kv_block_bytes) == ("int8", 2 * 2 * 2 * 32 * (16 + 4))
+        if "num_blocks" in decoder:
+            (worker_process,) = service.of_role("decoder")
+            assert worker_process.stats().num_preemptions > 0
+        service.assert_idle()
