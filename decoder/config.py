@@ -26,6 +26,8 @@ class DecoderConfig:
     """What carries them between ranks; auto decides at every step, by the numbers of rows."""
     eplb: EplbConfig = field(default_factory=EplbConfig)
     """How the experts' load is balanced over these ranks."""
+    layer_sharding: tuple[str, ...] = ()
+    """Linears, such as o_proj, that one rank holds for each layer and sends the others ahead."""
     num_threads: Annotated[int, Ge(1), Le(1024)] | None = None
     """Compute threads of one rank; None shares the machine's cores over all ranks."""
     kv_cache_bytes: Annotated[int, Ge(1 << 20)] = 1 << 30

@@ -85,6 +85,14 @@ class Group(Protocol):
         ...
 
 
+class Pending(Protocol):
+    """An operation that goes on beside what this rank computes."""
+
+    def wait(self) -> object:
+        """Until it is done here. Raises: RuntimeError: a peer is gone or late."""
+        ...
+
+
 class SingleGroup:
     """A rank by itself: every operation returns its input."""
 
@@ -170,6 +178,13 @@ class ProcessGroup:
         self._count("broadcast", _size(x) if source == self.rank else 0)
         dist.broadcast(x, group=self._group, group_src=source)
         return x
+
+    def start_broadcast(self, x: Tensor, source: int) -> Pending:
+        """As `broadcast`; x must stay as it is until the end is waited for."""
+        self._count("broadcast", _size(x) if source == self.rank else 0)
+        work: Pending | None = dist.broadcast(x, group=self._group, group_src=source, async_op=True)
+        assert work is not None, "this rank is in the group"
+        return work
 
     def _count(self, kind: str, num_bytes: int) -> None:
         self._counters.add(f"{self._name}.{kind}", num_bytes)

@@ -32,6 +32,10 @@ class Parallel:
     """Most rows that a rank hands to these in one call, the same on all ranks; 0: they are not
     used. See `WorkerConfig.exchange_rows`.
     """
+    copies: ProcessGroup | None = None
+    """As dp, for weights on their way; None without layer sharding, or where it has one rank."""
+    everyone: ProcessGroup | None = None
+    """As world, for the same."""
     counters: CollectiveCounters = field(default_factory=CollectiveCounters)
     step: StepPlan = field(default_factory=StepPlan)
     """Of the forward pass under way."""
@@ -66,14 +70,18 @@ def join(
 
     world, tp, ep = range(config.world_size), config.tp_size, config.ep_size
     sharing_experts = [tuple(r for r in world if r // ep == i // ep) for i in world]
+    alike = [tuple(r for r in world if r % tp == i % tp) for i in world]
+    # NOTE: groups of their own. What goes on beside a step must not be mixed up with its calls.
+    shards = bool(config.layer_sharding)
     return Parallel(
         config=config,
         tp=group("tp", (tuple(r for r in world if r // tp == i // tp) for i in world))
         or SingleGroup(),
-        dp=group("dp", (tuple(r for r in world if r % tp == i % tp) for i in world))
-        or SingleGroup(),
+        dp=group("dp", alike) or SingleGroup(),
         ep=group("ep", sharing_experts) or SingleGroup(),
         world=group("world", [tuple(world)]) or SingleGroup(),
+        copies=group("copies", alike) if shards else None,
+        everyone=group("everyone", [tuple(world)]) if shards else None,
         # HCCL connects a group when it is first used: where nobody uses it, it costs nothing.
         exchange=group("exchange", sharing_experts) if backend == "hccl" else None,
         counters=counters,

@@ -88,6 +88,9 @@ class ParallelConfig:
     eplb: EplbConfig = EplbConfig()
     """With ep_size above 1."""
 
+    layer_sharding: tuple[str, ...] = ()
+    """Linears, by name, that one rank holds for each layer and sends the others a layer ahead."""
+
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank is {self.rank}, tp_size * dp_size is {self.world_size}")
@@ -126,4 +129,8 @@ class ParallelConfig:
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> "ParallelConfig":
         """Inverse of dataclasses.asdict."""
-        return cls(**{**values, "eplb": EplbConfig(**values["eplb"])})
+        own = {
+            "eplb": EplbConfig(**values["eplb"]),
+            "layer_sharding": tuple(values["layer_sharding"]),
+        }
+        return cls(**{**values, **own})

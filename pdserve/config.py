@@ -214,6 +214,7 @@ def worker_configs(
                 moe_comm=role.moe_comm,
                 moe_exchange=role.moe_exchange,
                 eplb=role.eplb,
+                layer_sharding=role.layer_sharding,
             ),
         }
 
@@ -326,6 +327,8 @@ def _check_ranks(config: ServiceConfig) -> list[str]:
             )
         if problem := role.eplb.problem(role.ep):
             problems.append(f"{name}: {problem}")
+        if role.layer_sharding and role.num_ranks == 1:
+            problems.append(f"{name}.layer_sharding: there is one rank, and tp times dp is 1")
     return problems
 
 

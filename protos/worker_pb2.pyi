@@ -1138,6 +1138,7 @@ class WorkerStats(_message.Message):
     NUM_STEPS_FIELD_NUMBER: _builtins.int
     NUM_MOVED_EXPERTS_FIELD_NUMBER: _builtins.int
     EXPERT_IMBALANCE_FIELD_NUMBER: _builtins.int
+    NUM_SAVED_BYTES_FIELD_NUMBER: _builtins.int
     TIERS_FIELD_NUMBER: _builtins.int
     NUM_PROMOTED_BLOCKS_FIELD_NUMBER: _builtins.int
     COLLECTIVES_FIELD_NUMBER: _builtins.int
@@ -1184,6 +1185,8 @@ class WorkerStats(_message.Message):
     """copies of experts that changed their rank"""
     expert_imbalance: _builtins.float
     """at the last look: tokens of the hottest rank over the mean; 0: none yet"""
+    num_saved_bytes: _builtins.int
+    """of weights, by layer sharding, in the leader"""
     num_promoted_blocks: _builtins.int
     """fetched from a tier into the KV cache"""
     kv_cache_dtype: _builtins.str
@@ -1243,6 +1246,7 @@ class WorkerStats(_message.Message):
         num_steps: _builtins.int = ...,
         num_moved_experts: _builtins.int = ...,
         expert_imbalance: _builtins.float = ...,
+        num_saved_bytes: _builtins.int = ...,
         tiers: _abc.Iterable[Global___TierStats] | None = ...,
         num_promoted_blocks: _builtins.int = ...,
         collectives: _abc.Iterable[Global___CollectiveCount] | None = ...,
@@ -1252,7 +1256,7 @@ class WorkerStats(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["collectives", b"collectives", "eager_steps", b"eager_steps", "engine_id", b"engine_id", "expert_imbalance", b"expert_imbalance", "failures", b"failures", "incarnation", b"incarnation", "kv_block_bytes", b"kv_block_bytes", "kv_cache_dtype", b"kv_cache_dtype", "num_accepted_tokens", b"num_accepted_tokens", "num_blocks", b"num_blocks", "num_computed_tokens", b"num_computed_tokens", "num_draft_steps", b"num_draft_steps", "num_draft_tokens", b"num_draft_tokens", "num_expired_leases", b"num_expired_leases", "num_free_blocks", b"num_free_blocks", "num_generated_tokens", b"num_generated_tokens", "num_graph_recompiles", b"num_graph_recompiles", "num_graph_replays", b"num_graph_replays", "num_held_blocks", b"num_held_blocks", "num_leases", b"num_leases", "num_moved_experts", b"num_moved_experts", "num_pending_tokens", b"num_pending_tokens", "num_preemptions", b"num_preemptions", "num_promoted_blocks", b"num_promoted_blocks", "num_prompt_tokens", b"num_prompt_tokens", "num_quarantined_blocks", b"num_quarantined_blocks", "num_running", b"num_running", "num_stale_messages", b"num_stale_messages", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "pools", b"pools", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "role", b"role", "tiers", b"tiers", "transfers", b"transfers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["collectives", b"collectives", "eager_steps", b"eager_steps", "engine_id", b"engine_id", "expert_imbalance", b"expert_imbalance", "failures", b"failures", "incarnation", b"incarnation", "kv_block_bytes", b"kv_block_bytes", "kv_cache_dtype", b"kv_cache_dtype", "num_accepted_tokens", b"num_accepted_tokens", "num_blocks", b"num_blocks", "num_computed_tokens", b"num_computed_tokens", "num_draft_steps", b"num_draft_steps", "num_draft_tokens", b"num_draft_tokens", "num_expired_leases", b"num_expired_leases", "num_free_blocks", b"num_free_blocks", "num_generated_tokens", b"num_generated_tokens", "num_graph_recompiles", b"num_graph_recompiles", "num_graph_replays", b"num_graph_replays", "num_held_blocks", b"num_held_blocks", "num_leases", b"num_leases", "num_moved_experts", b"num_moved_experts", "num_pending_tokens", b"num_pending_tokens", "num_preemptions", b"num_preemptions", "num_promoted_blocks", b"num_promoted_blocks", "num_prompt_tokens", b"num_prompt_tokens", "num_quarantined_blocks", b"num_quarantined_blocks", "num_running", b"num_running", "num_saved_bytes", b"num_saved_bytes", "num_stale_messages", b"num_stale_messages", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "pools", b"pools", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "role", b"role", "tiers", b"tiers", "transfers", b"transfers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -57,6 +57,11 @@ _GAUGES: tuple[tuple[str, str, Callable[[worker_pb2.WorkerStats], float]], ...] 
         "Tokens of the hottest expert-parallel rank over the mean; 0: not looked at",
         lambda s: s.expert_imbalance,
     ),
+    (
+        "pdserve_layer_sharding_saved_bytes",
+        "Bytes of weights that the leading rank need not hold",
+        lambda s: s.num_saved_bytes,
+    ),
 )
 
 _COUNTERS: tuple[tuple[str, str, Callable[[worker_pb2.WorkerStats], float]], ...] = (

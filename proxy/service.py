@@ -168,6 +168,7 @@ def _worker_status(
         "num_accepted_tokens": stats.num_accepted_tokens,
         "num_moved_experts": stats.num_moved_experts,
         "expert_imbalance": stats.expert_imbalance,
+        "num_saved_bytes": stats.num_saved_bytes,
         "num_stale_messages": stats.num_stale_messages,
         "num_expired_leases": stats.num_expired_leases,
         "num_pending_tokens": stats.num_pending_tokens,

@@ -1,6 +1,7 @@
 """Linear projections; several that share their input are fused into one matrix product."""
 
 from collections.abc import Collection, Iterator, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +13,17 @@ from engine.layers.quantization import pack_linear
 from engine.parallel import Span
 from kernels.ops import Linear, Ops
 from kernels.quantized import QuantizedWeight, concat_rows
+
+
+class LinearSeries(Protocol):
+    """The same linear of all layers, dealt out over ranks; see engine.layer_sharding."""
+
+    quantization: Quantization
+    """How its weights are packed."""
+
+    def fetch(self, index: int) -> Linear:
+        """The weights of layer `index` of the series, until it is asked for another."""
+        ...
 
 
 class FusedLinear(WeightedLayer):
@@ -38,10 +50,12 @@ class FusedLinear(WeightedLayer):
             name: width if isinstance(width, Span) else Span.whole(width)
             for name, width in parts.items()
         }
-        out_features = sum(len(span) for span in self._parts.values())
-        self._weight: Tensor | None = torch.empty(out_features, len(self._in))
-        self._bias: Tensor | None = torch.empty(out_features) if bias else None
+        self._weight: Tensor | None = torch.empty(self.out_features, len(self._in))
+        self._bias: Tensor | None = torch.empty(self.out_features) if bias else None
+        self._has_bias = bias
         self._is_quantizable = is_quantizable
+        self._series: LinearSeries | None = None
+        self._series_index = 0
         self._linear: Linear | None = None
         self.additions: LowRankAdditions | None = None
         """What adapters add; None: the model takes none."""
@@ -50,6 +64,41 @@ class FusedLinear(WeightedLayer):
     def in_features(self) -> int:
         """Inputs that this rank has."""
         return len(self._in)
+
+    @property
+    def out_features(self) -> int:
+        """Outputs that this rank computes."""
+        return sum(len(span) for span in self._parts.values())
+
+    @property
+    def names(self) -> Collection[str]:
+        """Of the projections."""
+        return self._parts.keys()
+
+    @property
+    def is_split(self) -> bool:
+        """Whether this rank has a part of the weights alone."""
+        spans = [self._in, *self._parts.values()]
+        return any(len(span) < span.total for span in spans)
+
+    def join_series(self, series: "LinearSeries", index: int, *, is_held_here: bool) -> None:
+        """Get the weights from a series, where another rank holds them; before they are loaded."""
+        self._series, self._series_index = series, index
+        if not is_held_here:
+            self._weight = self._bias = None
+
+    @property
+    def held(self) -> Linear | None:
+        """The packed weights, if this rank holds them."""
+        return self._linear
+
+    def empty(self, quantization: Quantization) -> Linear:
+        """Room for weights like these, packed."""
+        weight = torch.zeros(self.out_features, len(self._in))
+        bias = torch.zeros(len(weight)) if self._has_bias else None
+        return pack_linear(
+            self._ops, weight, bias, quantization if self._is_quantizable else "none"
+        )
 
     def columns(self) -> dict[str, slice]:
         """Where each projection is among the outputs."""
@@ -61,6 +110,8 @@ class FusedLinear(WeightedLayer):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Views of the fused tensors, one per projection."""
+        if self._is_elsewhere:
+            return
         assert self._weight is not None, "the weights are packed already"
         start = 0
         for name, span in self._parts.items():
@@ -80,8 +131,24 @@ class FusedLinear(WeightedLayer):
                 shards |= {f"{name}.{kind}": Shard(0, span) for kind in ("weight", "bias")}
         return shards
 
+    def elsewhere(self) -> Iterator[str]:
+        """All of it, or nothing."""
+        if self._is_elsewhere:
+            for name in self._parts:
+                yield f"{name}.weight"
+                if self._has_bias:
+                    yield f"{name}.bias"
+
+    @property
+    def _is_elsewhere(self) -> bool:
+        return self._series is not None and self._weight is None and self._linear is None
+
     def pack(self, quantization: Quantization) -> None:
         """Hand the weights to the backend and drop the plain ones."""
+        if self._series is not None:
+            self._series.quantization = quantization
+        if self._is_elsewhere:
+            return
         assert self._weight is not None, "the weights are packed already"
         if not self._is_quantizable:
             quantization = "none"
@@ -90,6 +157,8 @@ class FusedLinear(WeightedLayer):
 
     def quantizable(self) -> Collection[str]:
         """Every projection."""
+        if self._is_elsewhere:
+            return ()
         return [f"{name}.weight" for name in self._parts] if self._is_quantizable else ()
 
     def pack_quantized(self, weights: Mapping[str, QuantizedWeight]) -> bool:
@@ -108,8 +177,11 @@ class FusedLinear(WeightedLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [T, in_features] -> [T, sum of widths]."""
-        assert self._linear is not None, "the weights are not loaded"
-        out = self._linear(x)
+        linear = self._linear
+        if self._series is not None:
+            linear = self._series.fetch(self._series_index)
+        assert linear is not None, "the weights are not loaded"
+        out = linear(x)
         if self.additions is not None:
             self.additions.add_(x, out)
         return out

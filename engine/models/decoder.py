@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from engine.batch import KVBatch
 from engine.config import ModelConfig
 from engine.expert_balancer import BalanceStats, ExpertBalancer
+from engine.layer_sharding import ShardedBytes, shard_layers
 from engine.layers.attention import OnLayer
 from engine.layers.embedding import Embedding, LMHead
 from engine.layers.moe import MoE
@@ -102,6 +103,13 @@ class DecoderForCausalLM(nn.Module):
         self._balancer: ExpertBalancer | None = None
         if config.moe is not None and parallel.config.ep_size > 1 and parallel.config.eplb.is_on:
             self._balancer = ExpertBalancer(self._sparse_layers(), config.moe, parallel)
+
+        self._series = shard_layers(self, parallel)
+
+    def sharded_bytes(self) -> ShardedBytes:
+        """Of layer sharding, once the weights are loaded."""
+        found = [series.num_bytes() for series in self._series]
+        return ShardedBytes(sum(n.whole for n in found), sum(n.held for n in found))
 
     @property
     def balance_stats(self) -> BalanceStats:

@@ -114,7 +114,12 @@ def build_engine(
     pools = [pool() for _ in range(config.parallel.dp_size)]
     adapters = Adapters(part.model) if leading is None else None
     step_model = _step_model(config, part, leading, max_model_len, make_forward, adapters)
-    counters = LoopCounters(forward=step_model.forward_stats, balance=part.model.balance_stats)
+    sharded = part.model.sharded_bytes()
+    counters = LoopCounters(
+        forward=step_model.forward_stats,
+        balance=part.model.balance_stats,
+        num_saved_bytes=sharded.whole - sharded.held,
+    )
     hello = worker_pb2.WorkerHello(
         engine_id=config.engine_id,
         incarnation=start.incarnation,

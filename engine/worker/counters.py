@@ -23,3 +23,5 @@ class LoopCounters:
     """The runner's own."""
     balance: BalanceStats = field(default_factory=BalanceStats)
     """The model's own."""
+    num_saved_bytes: int = 0
+    """Of this rank's weights, by layer sharding."""

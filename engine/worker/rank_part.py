@@ -2,6 +2,7 @@
 the other ranks.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,8 @@ from kernels.ops import Ops, select_ops
 from kvtransfer.layout import KVLayout
 from kvtransfer.registration import KVMemory
 from protos import worker_pb2
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,4 +126,11 @@ def _load_model(
         report("loading weights", done / max(total, 1))
 
     load_weights(Path(config.model_path), model, progress, quantization=config.quantization)
+    if sharded := model.sharded_bytes().whole:
+        held = model.sharded_bytes().held
+        _log.info(
+            "layer sharding: rank %d holds %.1f of %.1f MiB of %s",
+            *(config.parallel.rank, held / (1 << 20), sharded / (1 << 20)),
+            ", ".join(config.parallel.layer_sharding),
+        )
     return model

@@ -44,6 +44,7 @@ def build_stats(engine: Engine, num_pending: Sequence[int]) -> worker_pb2.Worker
         num_accepted_tokens=counters.drafts.num_accepted,
         num_moved_experts=counters.balance.num_moved_experts,
         expert_imbalance=counters.balance.imbalance,
+        num_saved_bytes=counters.num_saved_bytes,
         num_steps=engine.model.num_steps,
         kv_cache_dtype=hello.layout.dtype,
         kv_block_bytes=KVLayout.from_proto(hello.layout).block_bytes_all_layers,

@@ -2,6 +2,7 @@
 transformers, which the tests need, takes seconds.
 """
 
+import gc
 import zlib
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from engine.collectives import since
 from engine.config import MoEConfig, Quantization
 from engine.expert_balancer import BalanceStats
+from engine.layer_sharding import ShardedBytes
 from engine.layers.layer import named_weights, pack_weights
 from engine.layers.moe import MoE
 from engine.layers.rows import rows_of
@@ -135,3 +137,29 @@ class RowCounter:
     def _count(self, rows: Tensor, group_sizes: Tensor) -> Tensor:
         self.num_rows += len(rows)
         return self._compute(rows, group_sizes)
+
+
+def resident_bytes(parallel: Parallel, folder: Path) -> tuple[int, ShardedBytes, list[Tensor]]:
+    """Of all tensors that a model of this rank adds to the process, after some steps; what the
+    model says of them; logits.
+    """
+    gc.collect()
+    before = _tensor_bytes()
+    model = load(folder, select_ops("cpu"), parallel)
+    cache = PoisonedCache(model, num_blocks=24, block_size=4, parallel=parallel)
+    caches = sum(c.numel() * c.element_size() for c in (*cache.k_caches, *cache.v_caches))
+    sequences = [random_token_ids(n, seed=n + parallel.config.dp_rank) for n in (3, 9)]
+    logits = logits_by_steps(model, cache, sequences, lambda i, left: 3 - i)
+    sharded = model.sharded_bytes()
+    gc.collect()
+    added = _tensor_bytes() - before - caches
+    return added - sum(rows.untyped_storage().nbytes() for rows in logits), sharded, logits
+
+
+def _tensor_bytes() -> int:
+    storages = {}
+    for thing in gc.get_objects():
+        if isinstance(thing, Tensor):
+            storage = thing.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())

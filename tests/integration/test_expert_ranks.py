@@ -22,10 +22,12 @@ def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     return folder, _write(folder, tiny_model, "qwen3-moe")
 
 
-async def test_experts_that_move_while_serving_change_no_token(model: tuple[Path, Any]) -> None:
+async def test_experts_that_move_and_layers_that_come_while_serving_change_no_token(
+    model: tuple[Path, Any],
+) -> None:
     folder, hf = model
     eplb = EplbConfig(mode="dynamic", num_redundant_experts=4, interval_steps=8)
-    parallel = ParallelConfig(tp_size=2, ep_size=2, eplb=eplb)
+    parallel = ParallelConfig(dp_size=2, ep_size=2, eplb=eplb, layer_sharding=("o_proj",))
     generator = torch.Generator().manual_seed(0)
     prompts = [
         torch.randint(3, hf.config.vocab_size, (n,), generator=generator).tolist()
@@ -42,6 +44,9 @@ async def test_experts_that_move_while_serving_change_no_token(model: tuple[Path
             lambda: (s := decoder.stats()).num_moved_experts and s, 5, "experts have moved"
         )
         assert stats.expert_imbalance >= 1
+        # Two layers over two ranks: one is held, and there are two buffers.
+        o_proj_bytes = 4 * hf.config.hidden_size**2
+        assert stats.num_saved_bytes == pytest.approx(-o_proj_bytes, rel=0.05)
         service.assert_idle()
     for prompt, output in zip(prompts, outputs, strict=True):
         assert len(output) == _NUM_TOKENS
