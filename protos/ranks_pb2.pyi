@@ -100,9 +100,9 @@ class Forward(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     PUSHES_FIELD_NUMBER: _builtins.int
     WANTED_ROWS_FIELD_NUMBER: _builtins.int
+    GATHERS_FIELD_NUMBER: _builtins.int
     BUCKET_FIELD_NUMBER: _builtins.int
     GATHERS_EXPERTS_FIELD_NUMBER: _builtins.int
-    GATHERS_FIELD_NUMBER: _builtins.int
     input_ids: _builtins.bytes
     positions: _builtins.bytes
     slot_mapping: _builtins.bytes
@@ -116,11 +116,11 @@ class Forward(_message.Message):
     step: _builtins.int
     wanted_rows: _builtins.bytes
     """of the result: what the leader needs of a DP rank that is not its own"""
+    gathers: _builtins.bool
+    """tp_rank 0 of every DP rank sends its wanted rows, however few"""
     bucket: _builtins.int
     """see engine.step_plan"""
     gathers_experts: _builtins.bool
-    gathers: _builtins.bool
-    """tp_rank 0 of every DP rank sends its wanted rows, however few"""
     @_builtins.property
     def pushes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Push]:
         """of every layer, once it is computed"""
@@ -141,9 +141,9 @@ class Forward(_message.Message):
         step: _builtins.int = ...,
         pushes: _abc.Iterable[Global___Push] | None = ...,
         wanted_rows: _builtins.bytes = ...,
+        gathers: _builtins.bool = ...,
         bucket: _builtins.int = ...,
         gathers_experts: _builtins.bool = ...,
-        gathers: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

@@ -261,9 +261,11 @@ class Ranks:
         return [p for p in all_progress if p.is_late(now_s, timeout_s)]
 
     def _ask_late_ranks(self) -> None:
+        ping = ranks_pb2.RankCommand(ping=ranks_pb2.Ping())
         for progress in self._late():
             progress.num_collectives = None
-            self.send(ranks_pb2.RankCommand(ping=ranks_pb2.Ping()), [progress.rank])
+            # NOTE: on a thread of its own: a rank that stands still may not even read.
+            threading.Thread(target=self.send, args=(ping, [progress.rank]), daemon=True).start()
         self._closing.wait(_PONG_TIMEOUT_S)
 
     def _verdict(self, late: Sequence[Progress]) -> str:

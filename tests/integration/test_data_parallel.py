@@ -264,7 +264,7 @@ _SOAK_TIMEOUT_S = 120.0
 
 
 @pytest.mark.parametrize(
-    "duration_s", [12, pytest.param(600, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
+    "duration_s", [8, pytest.param(600, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
 )
 async def test_no_rank_hangs_or_errs_whatever_comes_and_goes(
     service: Service, experts: Path, duration_s: float
