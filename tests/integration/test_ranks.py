@@ -54,7 +54,12 @@ def _tp(size: int) -> dict[str, ParallelConfig]:
 
 @pytest.mark.parametrize(
     ("prefiller_tp", "decoder_tp"),
-    [(1, 2), (2, 1), pytest.param(4, 2, marks=pytest.mark.slow)],
+    # A prefiller of two ranks is in test_data_parallel.
+    [
+        (1, 2),
+        pytest.param(2, 1, marks=pytest.mark.slow),
+        pytest.param(4, 2, marks=pytest.mark.slow),
+    ],
 )
 async def test_tokens_are_those_of_one_process(
     prefiller_tp: int, decoder_tp: int, tiny_model: Path, expected: list[list[int]]
@@ -83,7 +88,7 @@ def _is_over(process: psutil.Process) -> bool:
         return True
 
 
-def test_a_dead_rank_takes_its_engine_down_and_requests_go_on_elsewhere(
+def test_ranks_live_and_die_together_and_requests_go_on_elsewhere(
     tiny_model: Path, expected: list[list[int]], capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Data-parallel ranks: the requests of both have to move."""
@@ -105,14 +110,10 @@ def test_a_dead_rank_takes_its_engine_down_and_requests_go_on_elsewhere(
         service.publish()
         for output, tokens in zip(outputs, expected * 2, strict=True):
             assert output.result(120)[:_NUM_TOKENS] == tokens
-        service.restart(victim)
+        restarted = service.restart(victim)
         assert _generate(service, _PROMPTS[3]) == expected[3]
-
-
-def test_followers_end_with_their_leader(tiny_model: Path) -> None:
-    with Service(tiny_model, decoder=_tp(2)) as service:
-        (decoder,) = service.of_role("decoder")
-        (follower,) = _followers(decoder)
-        decoder.kill()
+        # And the other way round: ranks end with their leader.
+        (follower,) = _followers(restarted)
+        restarted.kill()
         wait_until(lambda: _is_over(follower), 5, "the follower ends with its leader")
         service.publish()
