@@ -10,9 +10,10 @@ only some runs count, others in each layer, the first one always. Source: XXH3 b
 Collet (https://xxhash.com), from the `xxhash` package.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-import xxhash
+import numpy as np
+from xxhash import xxh3_64_intdigest
 
 from kvtransfer.registration import KVMemory
 
@@ -22,29 +23,38 @@ HashedRun = tuple[int, int, int]
 """(first slot in the memory that is hashed, number of slots, place)."""
 
 
-def runs_checksum(
-    memory: KVMemory, layer_idx: int, runs: Iterable[HashedRun], every: int = 1
-) -> int:
-    """Checksum of some runs of one layer, all parts of them; of one run in `every`."""
-    runs = tuple(run for run in runs if every == 1 or _is_sampled(run[2], layer_idx, every))
-    parts = memory.layout.parts
-    total = 0
-    for part_idx, part in enumerate(parts):
-        region = memory.regions[len(parts) * layer_idx + part_idx]
-        base, size = region.base_address - memory.base_address, part.slot_bytes
-        for slot, num_slots, place in runs:
-            start = base + slot * size
-            data = memory.view[start : start + num_slots * size]
-            total += xxhash.xxh3_64_intdigest(data, len(parts) * place + part_idx)
-    return total & MASK
+class HashedRuns:
+    """Runs of one or several groups, prepared to be hashed in layer after layer."""
+
+    def __init__(self, groups: Sequence[Iterable[HashedRun]]):
+        self._num_groups = len(groups)
+        self._runs = [(index, *run) for index, runs in enumerate(groups) for run in runs]
+        self._places = np.array([run[3] for run in self._runs], dtype=np.uint64)
+
+    def checksums(self, memory: KVMemory, layer_idx: int, every: int = 1) -> list[int]:
+        """Per group the checksum of one layer, all parts of it; of one run in `every`."""
+        runs = self._runs if every == 1 else self._sampled(layer_idx, every)
+        parts = memory.layout.parts
+        view, num_parts = memory.view, len(parts)
+        totals = [0] * self._num_groups
+        for part_idx, part in enumerate(parts):
+            region = memory.regions[num_parts * layer_idx + part_idx]
+            base, size = region.base_address - memory.base_address, part.slot_bytes
+            for group, slot, num_slots, place in runs:
+                start = base + slot * size
+                data = view[start : start + num_slots * size]
+                totals[group] += xxh3_64_intdigest(data, num_parts * place + part_idx)
+        return [total & MASK for total in totals]
+
+    def _sampled(self, layer_idx: int, every: int) -> list[tuple[int, int, int, int]]:
+        # Multiplicative hashing: places are multiples of a run's length, so their low bits are
+        # alike. 64 bits hold the sum of both products without a carry that is lost.
+        mixed = self._places * np.uint64(0x9E3779B1) + np.uint64(layer_idx * 0x85EBCA77)
+        is_sampled = (mixed & np.uint64(0xFFFFFFFF)) >> np.uint64(16)
+        is_sampled = (is_sampled % np.uint64(every) == 0) | (self._places == 0)
+        return [self._runs[index] for index in np.flatnonzero(is_sampled)]
 
 
 def sum_checksums(checksums: Iterable[int]) -> int:
     """Combine the runs of a layer."""
     return sum(checksums) & MASK
-
-
-def _is_sampled(place: int, layer_idx: int, every: int) -> bool:
-    # Multiplicative hashing: places are multiples of a run's length, so their low bits are alike.
-    mixed = (place * 0x9E3779B1 + layer_idx * 0x85EBCA77) & 0xFFFFFFFF
-    return place == 0 or (mixed >> 16) % every == 0

@@ -39,6 +39,10 @@ class KVTransferConfig:
     """Longest such pause; below progress_timeout_s, so that a transfer outlives it."""
     max_batch_bytes: Annotated[int, Ge(1)] = 8 * MIB
     """Bytes handed to a transport at once; an abort takes effect between batches."""
+    report_bytes: Annotated[int, Ge(1)] = 8 * MIB
+    """Bytes of whole layers, once written, that the reader is told of, to verify them while the
+    rest is on its way.
+    """
     max_in_flight_bytes: Annotated[int, Ge(1)] = 16 * MIB
     """Bytes that may be on the way to one peer."""
     max_in_flight_segments: Annotated[int, Ge(1)] = 64

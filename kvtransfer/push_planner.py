@@ -2,17 +2,15 @@
 
 from collections.abc import Sequence
 
-from kvtransfer.checksum import runs_checksum
+from kvtransfer.checksum import HashedRuns
 from kvtransfer.errors import TransferError
 from kvtransfer.link import BlockCopy, RequestKey
 from kvtransfer.rank_transfer import Push
 from kvtransfer.registration import KVMemory, RegisteredRegion
-from kvtransfer.reshard import Placement, Resharding, ReshardPlan, SlotRun
+from kvtransfer.reshard import Placement, Resharding, ReshardPlan
 from kvtransfer.transports.base import Segment
 
 Copies = tuple[BlockCopy, ...]
-CopyRuns = list[list[SlotRun]]
-"""Per copy."""
 
 
 class PushPlanner:
@@ -24,7 +22,7 @@ class PushPlanner:
         self._memory = memory
         self._regions = regions
         self._resharding = resharding
-        self._last: tuple[tuple[RequestKey, Copies], CopyRuns, ReshardPlan] | None = None
+        self._last: tuple[tuple[RequestKey, Copies], HashedRuns, ReshardPlan] | None = None
 
     def segments(
         self, key: RequestKey, placement: Placement, batch: Sequence[Push]
@@ -64,26 +62,18 @@ class PushPlanner:
     def checksums(
         self, key: RequestKey, placement: Placement, batch: Sequence[Push], every: int
     ) -> list[int]:
-        """One per copy of the batch, in order; `every` as in runs_checksum, 0 for none."""
+        """One per copy of the batch, in order; of one run in `every`, 0 for none."""
         if every == 0:
             return [0] * sum(len(copies) for _, copies in batch)
         checksums = []
         for layer_idx, copies in batch:
-            copy_runs, _ = self._plan(key, placement, copies)
-            checksums += [
-                runs_checksum(
-                    self._memory,
-                    layer_idx,
-                    [(run.source_slot, run.num_slots, run.place) for run in runs],
-                    every,
-                )
-                for runs in copy_runs
-            ]
+            hashed, _ = self._plan(key, placement, copies)
+            checksums += hashed.checksums(self._memory, layer_idx, every)
         return checksums
 
     def _plan(
         self, key: RequestKey, placement: Placement, copies: Copies
-    ) -> tuple[CopyRuns, ReshardPlan]:
+    ) -> tuple[HashedRuns, ReshardPlan]:
         # The layers of a chunk push the same blocks, one after the other.
         if self._last is None or self._last[0] != (key, copies):
             copy_runs = [
@@ -91,5 +81,11 @@ class PushPlanner:
                 for copy in copies
             ]
             plan = self._resharding.plan(run for runs in copy_runs for run in runs)
-            self._last = (key, copies), copy_runs, plan
+            hashed = HashedRuns(
+                [
+                    [(run.source_slot, run.num_slots, run.place) for run in runs]
+                    for runs in copy_runs
+                ]
+            )
+            self._last = (key, copies), hashed, plan
         return self._last[1], self._last[2]

@@ -58,8 +58,13 @@ class RankTransfer:
         self._progress_s = time.monotonic()
         self._finish_s = 0.0
         self._checksums: list[dict[int, int]] = [{} for _ in range(layout.num_layers)]
+        self._is_reported = [False] * layout.num_layers
+        self._unreported: list[int] = []
         layer_bytes = layout.block_bytes_all_layers // layout.num_layers
         self._copies_per_push = max(1, config.max_batch_bytes // layer_bytes)
+        self._layers_per_report = max(
+            1, config.report_bytes // max(1, len(block_indices) * layer_bytes)
+        )
 
     def push(self, layer_idx: int, blocks: Sequence[BlockCopy]) -> None:
         """Queue copies of one layer's blocks, see Transfer.push."""
@@ -127,9 +132,19 @@ class RankTransfer:
             layer = self._checksums[layer_idx]
             for copy in copies:
                 layer[copy.block_index] = next(iterator)
+            if len(layer) == len(self.block_indices) and not self._is_reported[layer_idx]:
+                self._is_reported[layer_idx] = True
+                self._unreported.append(layer_idx)
         self.num_bytes += num_bytes
         with self._lock:
             self._progress_s = time.monotonic()
+
+    def take_report(self) -> list[tuple[int, int]]:
+        """(layer_idx, checksum) of layers that the reader may verify, once there are enough."""
+        if len(self._unreported) < self._layers_per_report:
+            return []
+        layers, self._unreported = self._unreported, []
+        return [(idx, sum_checksums(self._checksums[idx].values())) for idx in layers]
 
     def is_complete(self) -> bool:
         """Whether the caller finished and nothing is left to write."""

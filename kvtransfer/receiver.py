@@ -16,7 +16,6 @@ that is not quiet is followed by exactly one KVQuiet, whether it is cancelled me
 import asyncio
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +23,6 @@ from functools import partial
 
 import grpc
 
-from kvtransfer.checksum import HashedRun, runs_checksum
 from kvtransfer.config import KVTransferConfig
 from kvtransfer.errors import TransportUnavailable
 from kvtransfer.layout import KVLayout
@@ -44,12 +42,12 @@ from kvtransfer.reservation import Part, PartState, Reservation
 from kvtransfer.reshard import Placement, Resharding
 from kvtransfer.transports.base import Transport
 from kvtransfer.transports.loading import LoadedTransports, load_transports
+from kvtransfer.verification import Verification
 from kvtransfer.writer_stream import WriterStream
 from protos import worker_pb2, worker_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
-LANDING_POLL_S = 0.005
 WITHDRAWN = "withdrawn"
 
 
@@ -273,6 +271,8 @@ class Receiver(worker_pb2_grpc.KVLinkServicer):
             async for message in request_iterator:
                 if message.HasField("begin"):
                     self._begin(writer, key_from_proto(message.begin.key))
+                elif message.HasField("progress"):
+                    self._progress(writer, message.progress)
                 elif message.HasField("end"):
                     self._end(writer, message.end)
         finally:
@@ -301,16 +301,9 @@ class Receiver(worker_pb2_grpc.KVLinkServicer):
     def _end(self, writer: WriterStream, end: worker_pb2.EndWrite) -> None:
         key = key_from_proto(end.key)
         with self._lock:
-            reservation = self._reservations.get(key)
-            part = reservation.parts.get(writer.tp_rank) if reservation is not None else None
-            if (
-                reservation is None
-                or part is None
-                or part.writer is not writer
-                or part.state is not PartState.WRITING
-            ):
-                self._counters.num_stale += 1
+            if (found := self._writing(writer, key)) is None:
                 return
+            reservation, part = found
             if end.complete and not reservation.is_ended:
                 part.state = PartState.VERIFYING
                 self._executor.submit(self._verify, key, reservation, part, end)
@@ -321,49 +314,72 @@ class Receiver(worker_pb2_grpc.KVLinkServicer):
             failure = ("incomplete", f"the writer gave up: {end.error or 'aborted'}")
         self._conclude(key, reservation, part, failure)
 
+    def _progress(self, writer: WriterStream, progress: worker_pb2.WriteProgress) -> None:
+        with self._lock:
+            found = self._writing(writer, key_from_proto(progress.key))
+            if found is not None and self._config.checksum != "off":
+                self._executor.submit(self._verify_ahead, *found, progress)
+
+    def _writing(self, writer: WriterStream, key: RequestKey) -> tuple[_Reservation, _Part] | None:
+        """What this writer may still write for a key; counts a message about anything else.
+
+        The lock is held.
+        """
+        reservation = self._reservations.get(key)
+        part = reservation.parts.get(writer.tp_rank) if reservation is not None else None
+        if (
+            reservation is None
+            or part is None
+            or part.writer is not writer
+            or part.state is not PartState.WRITING
+        ):
+            self._counters.num_stale += 1
+            return None
+        return reservation, part
+
+    def _verify_ahead(
+        self, reservation: _Reservation, part: _Part, progress: worker_pb2.WriteProgress
+    ) -> None:
+        """Check layers that are through, so that the end has less to do; by the checksum thread.
+
+        What is wrong now, or not there yet, is looked at again at the end.
+        """
+        verification = self._verification(reservation, part)
+        num_layers = self._memory.layout.num_layers
+        for layer_idx, checksum in zip(progress.layer_idx, progress.checksums, strict=False):
+            if reservation.is_ended or layer_idx >= num_layers:
+                return
+            verification.check(layer_idx, checksum, progress.checksum_every or 1)
+
     def _verify(
         self, key: RequestKey, reservation: _Reservation, part: _Part, end: worker_pb2.EndWrite
     ) -> None:
         """Compare what arrived with what was sent; body of the checksum thread."""
-        layout = self._memory.layout
-        failure = ("", "")
-        runs = self._runs(reservation, part)
-        checksums, every = tuple(end.checksums), end.checksum_every or 1
-        if checksums and len(checksums) != layout.num_layers:
-            failure = ("checksum", f"{len(checksums)} checksums for {layout.num_layers} layers")
-        elif self._config.checksum != "off":
-            transport = part.writer.transport
-            wait_s = 0.0 if transport.is_landing_guaranteed else self._config.landing_timeout_s
-            deadline_s = time.monotonic() + wait_s
-            for layer_idx, checksum in enumerate(checksums):
-                while runs_checksum(self._memory, layer_idx, runs, every) != checksum:
-                    if time.monotonic() >= deadline_s:
-                        failure = ("checksum", f"checksum of layer {layer_idx} does not match")
-                        break
-                    time.sleep(LANDING_POLL_S)
-                if failure[0] or reservation.is_ended:
-                    break
-        num_slots = sum(num_slots for _, num_slots, _ in runs)
-        slot_bytes = sum(part.slot_bytes for part in layout.parts)
-        self._conclude(
-            key, reservation, part, failure, num_bytes=num_slots * slot_bytes * layout.num_layers
-        )
+        verification = self._verification(reservation, part)
+        mismatch = ""
+        if self._config.checksum != "off":
+            is_landed = part.writer.transport.is_landing_guaranteed
+            mismatch = verification.find_mismatch(
+                tuple(end.checksums),
+                end.checksum_every or 1,
+                0.0 if is_landed else self._config.landing_timeout_s,
+                lambda: reservation.is_ended,
+            )
+        failure = ("checksum", mismatch) if mismatch else ("", "")
+        self._conclude(key, reservation, part, failure, num_bytes=verification.num_bytes)
 
-    def _runs(self, reservation: _Reservation, part: _Part) -> list[HashedRun]:
-        """What one writer rank writes, on this side."""
-        resharding = part.writer.resharding
-        placement = Placement.of(
-            reservation.block_ids,
-            reservation.first_block,
-            reservation.num_tokens,
-            block_size=resharding.target.block_size,
-            source_block_size=resharding.source.block_size,
-        )
-        return [
-            (run.target_slot, run.num_slots, run.place)
-            for block_index in resharding.source_blocks(placement)
-            for run in resharding.runs(placement, block_index)
-        ]
+    def _verification(self, reservation: _Reservation, part: _Part) -> Verification:
+        if part.verification is None:
+            resharding = part.writer.resharding
+            placement = Placement.of(
+                reservation.block_ids,
+                reservation.first_block,
+                reservation.num_tokens,
+                block_size=resharding.target.block_size,
+                source_block_size=resharding.source.block_size,
+            )
+            part.verification = Verification(self._memory, resharding, placement)
+        return part.verification
 
     def _conclude(
         self,

@@ -9,6 +9,8 @@ import enum
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from kvtransfer.verification import Verification
+
 WriterT = TypeVar("WriterT")
 
 
@@ -28,6 +30,8 @@ class Part(Generic[WriterT]):
 
     writer: WriterT
     state: PartState = PartState.WRITING
+    verification: Verification | None = None
+    """Made by the thread that verifies, when it is first needed."""
 
 
 @dataclass(slots=True, eq=False)

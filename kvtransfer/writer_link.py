@@ -350,9 +350,14 @@ class WriterLink:
         plan_args = transfer.key, transfer.placement, batch
         try:
             segments = planner.segments(*plan_args)
-            checksums = planner.checksums(*plan_args, self._checksum_every)
-            connection.write(segments, start_s + self._config.progress_timeout_s)
+            checksums: list[int] = []
+
+            def hash_batch() -> None:
+                checksums.extend(planner.checksums(*plan_args, self._checksum_every))
+
+            connection.write(segments, start_s + self._config.progress_timeout_s, hash_batch)
             transfer.record_batch(batch, checksums, connection.num_bytes - before)
+            self._report(transfer)
         except (TransferError, ValueError) as error:
             # NOTE: bytes of a failed write may sit in socket buffers: the reader hears of the end
             # only when they cannot land any more.
@@ -362,6 +367,18 @@ class WriterLink:
         finally:
             self._stats.busy_s += time.monotonic() - start_s
             self._stats.num_bytes += connection.num_bytes - before
+
+    def _report(self, transfer: RankTransfer) -> None:
+        """Let the reader verify what is through, while the rest is being written."""
+        if not self._checksum_every or not (layers := transfer.take_report()):
+            return
+        progress = worker_pb2.WriteProgress(
+            key=key_to_proto(transfer.key),
+            layer_idx=[layer_idx for layer_idx, _ in layers],
+            checksums=[checksum for _, checksum in layers],
+            checksum_every=self._checksum_every,
+        )
+        self._outgoing.put(worker_pb2.WriterMessage(progress=progress))
 
     def _end(self, transfer: RankTransfer, error: str, not_before_s: float = 0.0) -> None:
         """Conclude a transfer and tell the reader, at not_before_s or later if that is set."""

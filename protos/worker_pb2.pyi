@@ -8,6 +8,7 @@ Life of a request (K = RequestKey):
   proxy -> decoder    Reserve(K, work)                 decoder -> proxy   Reserved(K, target) | Refused(K)
   proxy -> prefiller  Prefill(K, work, target)         prefiller -> decoder  BeginWrite(K) / WriteGrant(K)
                                                        prefiller => decoder  KV bytes, by the transfer engine
+                                                       prefiller -> decoder  WriteProgress(K, some checksums)
   prefiller -> proxy  StepOutput(K, first token)       prefiller -> decoder  EndWrite(K, checksums)
   proxy -> decoder    Activate(K, first token)         decoder -> proxy   StepOutput(K, token) ... finish_reason
   or, without a prefiller:
@@ -1570,30 +1571,72 @@ class EndWrite(_message.Message):
 Global___EndWrite: _TypeAlias = EndWrite  # noqa: Y015
 
 @_typing.final
+class WriteProgress(_message.Message):
+    """Layers that are written in full, for the reader to verify while others are on their way. A hint: it may be lost, and
+    what EndWrite says counts.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    LAYER_IDX_FIELD_NUMBER: _builtins.int
+    CHECKSUMS_FIELD_NUMBER: _builtins.int
+    CHECKSUM_EVERY_FIELD_NUMBER: _builtins.int
+    checksum_every: _builtins.int
+    """as in EndWrite"""
+    @_builtins.property
+    def key(self) -> Global___RequestKey: ...
+    @_builtins.property
+    def layer_idx(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of these layers"""
+
+    def __init__(
+        self,
+        *,
+        key: Global___RequestKey | None = ...,
+        layer_idx: _abc.Iterable[_builtins.int] | None = ...,
+        checksums: _abc.Iterable[_builtins.int] | None = ...,
+        checksum_every: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum_every", b"checksum_every", "checksums", b"checksums", "key", b"key", "layer_idx", b"layer_idx"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WriteProgress: _TypeAlias = WriteProgress  # noqa: Y015
+
+@_typing.final
 class WriterMessage(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HELLO_FIELD_NUMBER: _builtins.int
     BEGIN_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___WriterHello: ...
     @_builtins.property
     def begin(self) -> Global___BeginWrite: ...
     @_builtins.property
     def end(self) -> Global___EndWrite: ...
+    @_builtins.property
+    def progress(self) -> Global___WriteProgress: ...
     def __init__(
         self,
         *,
         hello: Global___WriterHello | None = ...,
         begin: Global___BeginWrite | None = ...,
         end: Global___EndWrite | None = ...,
+        progress: Global___WriteProgress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "end", b"end", "hello", b"hello", "message", b"message"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "end", b"end", "hello", b"hello", "message", b"message", "progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "end", b"end", "hello", b"hello", "message", b"message"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "end", b"end", "hello", b"hello", "message", b"message", "progress", b"progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "begin", "end"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "begin", "end", "progress"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

@@ -8,6 +8,7 @@ Life of a request (K = RequestKey):
   proxy -> decoder    Reserve(K, work)                 decoder -> proxy   Reserved(K, target) | Refused(K)
   proxy -> prefiller  Prefill(K, work, target)         prefiller -> decoder  BeginWrite(K) / WriteGrant(K)
                                                        prefiller => decoder  KV bytes, by the transfer engine
+                                                       prefiller -> decoder  WriteProgress(K, some checksums)
   prefiller -> proxy  StepOutput(K, first token)       prefiller -> decoder  EndWrite(K, checksums)
   proxy -> decoder    Activate(K, first token)         decoder -> proxy   StepOutput(K, token) ... finish_reason
   or, without a prefiller:

@@ -5,7 +5,7 @@ reader: register(memory) -> endpoint() ---(link handshake)---> writer: register(
 connect(endpoint) -> write ... close
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from kvtransfer.registration import KVMemory
@@ -26,10 +26,13 @@ class Connection(Protocol):
     num_bytes: int
     """Written so far, counted as each segment completes."""
 
-    def write(self, segments: Sequence[Segment], deadline_s: float) -> None:
+    def write(
+        self, segments: Sequence[Segment], deadline_s: float, meanwhile: Callable[[], None]
+    ) -> None:
         """Copy all segments; block until the transport reports every one complete.
 
-        deadline_s is on time.monotonic().
+        deadline_s is on time.monotonic(). meanwhile is called once, if bytes can be on their way
+        without this thread then; it reads the sources.
         Raises: TransferError: a segment failed or the deadline passed. Some bytes may have been
         written, and some may be written later: see num_unsettled.
         """

@@ -130,8 +130,11 @@ class HCCLConnection:
         store = PrefixStore(f"{address.secret}/pair/{self._number}", self._store)
         self._pair = Pair(self._backend, self._host, store, WRITER, timeout)
 
-    def write(self, segments: Sequence[Segment], deadline_s: float) -> None:
+    def write(
+        self, segments: Sequence[Segment], deadline_s: float, meanwhile: Callable[[], None]
+    ) -> None:
         """See Connection.write. A segment may be split over several messages."""
+        meanwhile()
         if self.num_unsettled():
             raise TransferError("a failed write to this peer may still be landing")
         try:

@@ -11,7 +11,7 @@ import json
 import mmap
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from kvtransfer.errors import TransferError, TransportUnavailable
@@ -20,6 +20,8 @@ from kvtransfer.transports.base import Segment
 from protos import worker_pb2
 
 NAME = "memory"
+CLOCK_BYTES = 1 << 20
+"""Copied between two looks at the clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +47,33 @@ class MemoryConnection:
         self._local_address = ctypes.addressof(anchor)
         del anchor
 
-    def write(self, segments: Sequence[Segment], deadline_s: float) -> None:
+    def write(
+        self, segments: Sequence[Segment], deadline_s: float, meanwhile: Callable[[], None]
+    ) -> None:
         """See Connection.write. Nothing is touched after it returns or raises."""
         if self._mapping.closed:
             raise TransferError("the connection is closed")
+        base, size, local, move = (
+            self._base_address,
+            self._size,
+            self._local_address,
+            ctypes.memmove,
+        )
+        num_unclocked = 0
         for source_address, target_address, num_bytes in segments:
-            offset = target_address - self._base_address
-            if offset < 0 or num_bytes < 0 or offset + num_bytes > self._size:
+            offset = target_address - base
+            if offset < 0 or num_bytes < 0 or offset + num_bytes > size:
                 raise TransferError(
-                    f"target offset {offset} with {num_bytes} bytes lies outside {self._size} bytes"
+                    f"target offset {offset} with {num_bytes} bytes lies outside {size} bytes"
                 )
-            if time.monotonic() > deadline_s:
-                raise TransferError("deadline passed while copying through shared memory")
-            ctypes.memmove(self._local_address + offset, source_address, num_bytes)
+            move(local + offset, source_address, num_bytes)
             self.num_bytes += num_bytes
+            num_unclocked += num_bytes
+            if num_unclocked >= CLOCK_BYTES:
+                num_unclocked = 0
+                if time.monotonic() > deadline_s:
+                    raise TransferError("deadline passed while copying through shared memory")
+        meanwhile()
 
     def num_unsettled(self) -> int:
         """See Connection; a copy is over when write returns."""

@@ -63,7 +63,9 @@ class MooncakeConnection:
         self._unsettled: list[int] = []
         """Ids of segments that a failed write left behind."""
 
-    def write(self, segments: Sequence[Segment], deadline_s: float) -> None:
+    def write(
+        self, segments: Sequence[Segment], deadline_s: float, meanwhile: Callable[[], None]
+    ) -> None:
         """See Connection.write."""
         # NOTE: an Ascend device is chosen thread by thread, and whoever calls has one of its own.
         self._bind_thread()
@@ -80,6 +82,7 @@ class MooncakeConnection:
                     in_flight_bytes -= self._await_oldest(in_flight, deadline_s)
                 in_flight.append((self._submit(segment, deadline_s), segment.num_bytes))
                 in_flight_bytes += segment.num_bytes
+            meanwhile()
             while in_flight:
                 self._await_oldest(in_flight, deadline_s)
         finally:

@@ -40,7 +40,10 @@ class FaultyConnection:
     def num_bytes(self) -> int:
         return self._inner.num_bytes + self._rest
 
-    def write(self, segments: Sequence[Segment], deadline_s: float) -> None:
+    def write(
+        self, segments: Sequence[Segment], deadline_s: float, meanwhile: Callable[[], None]
+    ) -> None:
+        meanwhile()
         faults = self._faults
         faults.entered.set()
         if not faults.gate.wait(max(0.0, deadline_s - time.monotonic())):
@@ -63,18 +66,19 @@ class FaultyConnection:
             ]
             self._rest += faults.truncate_by
             faults.truncate_by = 0
-        self._inner.write(segments, deadline_s)
+        self._inner.write(segments, deadline_s, lambda: None)
         if faults.flip_after_write:
             faults.flip_after_write = False
             flipped = ctypes.create_string_buffer(1)
             ctypes.memmove(flipped, segments[-1].source_address, 1)
             flipped[0] = bytes([flipped.raw[0] ^ 1])
             source = ctypes.addressof(flipped)
-            self._inner.write([Segment(source, segments[-1].target_address, 1)], deadline_s)
+            flip = Segment(source, segments[-1].target_address, 1)
+            self._inner.write([flip], deadline_s, lambda: None)
 
     def _write_late(self, segments: Sequence[Segment]) -> None:
         before = self._inner.num_bytes
-        self._inner.write(segments, float("inf"))
+        self._inner.write(segments, float("inf"), lambda: None)
         self._rest -= self._inner.num_bytes - before
 
     def num_unsettled(self) -> int:

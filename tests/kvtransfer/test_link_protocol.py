@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from kvtransfer.connector import KVFailed, KVQuiet
+from kvtransfer.checksum import HashedRuns
+from kvtransfer.connector import KVArrived, KVFailed, KVQuiet
 from kvtransfer.link import TOKEN_METADATA, key_to_proto
 from kvtransfer.transports.loading import load_transports
 from protos import worker_pb2, worker_pb2_grpc
@@ -99,6 +100,32 @@ def test_a_checksum_count_that_is_not_the_layers_is_a_failure() -> None:
     assert raw.next().grant.granted
     raw.end(K, complete=True, checksums=[1, 2])
     assert reader.next_event() == KVFailed(K, "2 checksums for 3 layers", quiet=True)
+    raw.close()
+    reader.close()
+
+
+def test_what_was_verified_ahead_counts_only_if_the_end_says_the_same() -> None:
+    reader = ReaderThread()
+    raw = RawWriter(reader)
+    reader.memory.k_caches[1][4] = 1.0
+    target = LAYOUT.num_heads * LAYOUT.block_size
+    runs = HashedRuns([[(4 * target, target, 0)]])
+    right = [runs.checksums(reader.memory, layer_idx)[0] for layer_idx in range(3)]
+    for number, (ahead, end) in enumerate(((right, right), ([7, 7, 7], right), (right, [7] * 3))):
+        key = ("request", number)
+        reader.receiver.expect(key, [4])
+        raw.begin(key)
+        assert raw.next().grant.granted
+        progress = worker_pb2.WriteProgress(
+            key=key_to_proto(key), layer_idx=[0, 1, 2, 99], checksums=[*ahead, 0]
+        )
+        raw.send(worker_pb2.WriterMessage(progress=progress))
+        raw.end(key, complete=True, checksums=end)
+        event = reader.next_event()
+        if end == right:
+            assert event == KVArrived(key)
+        else:
+            assert event == KVFailed(key, "checksum of layer 0 does not match", quiet=True)
     raw.close()
     reader.close()
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from kvtransfer.checksum import runs_checksum, sum_checksums
+from kvtransfer.checksum import HashedRun, HashedRuns, sum_checksums
 from kvtransfer.config import KVTransferConfig
 from kvtransfer.layout import KVLayout
 from kvtransfer.registration import DEVICE_ALIGNMENT, KVMemory, RegisteredRegion
@@ -104,6 +104,11 @@ def test_layouts_and_regions_survive_the_wire() -> None:
     assert RegisteredRegion.from_proto(region.to_proto()) == region
 
 
+def layer_sum(memory: KVMemory, layer_idx: int, runs: list[HashedRun], every: int = 1) -> int:
+    (checksum,) = HashedRuns([runs]).checksums(memory, layer_idx, every)
+    return checksum
+
+
 def test_checksums_tell_content_place_and_part_apart() -> None:
     memory = KVMemory.allocate(LAYOUT, 8)
     torch.manual_seed(0)
@@ -113,7 +118,7 @@ def test_checksums_tell_content_place_and_part_apart() -> None:
 
     def checksum(layer_idx: int, *blocks: tuple[int, int]) -> int:
         runs = [(block_id * slots, slots, place * slots) for block_id, place in blocks]
-        return runs_checksum(memory, layer_idx, runs)
+        return layer_sum(memory, layer_idx, runs)
 
     right = checksum(1, (2, 0), (5, 1), (7, 2))
     assert checksum(0, (2, 0), (5, 1), (7, 2)) != right
@@ -130,17 +135,17 @@ def test_checksums_tell_content_place_and_part_apart() -> None:
 def test_a_sample_takes_its_share_of_runs_and_other_ones_in_each_layer() -> None:
     memory = KVMemory.allocate(LAYOUT, 512)
     runs = [(block_id * 16, 16, block_id * 16) for block_id in range(512)]
-    clean = [runs_checksum(memory, layer_idx, runs, 16) for layer_idx in (0, 1)]
+    clean = [layer_sum(memory, layer_idx, runs, 16) for layer_idx in (0, 1)]
     seen: list[set[int]] = [set(), set()]
     for block_id in range(512):
         for layer_idx in (0, 1):
             memory.k_caches[layer_idx][block_id, 0, 0, 0] = 1.0
-            if runs_checksum(memory, layer_idx, runs[block_id : block_id + 1], 16) != 0:
+            if layer_sum(memory, layer_idx, runs[block_id : block_id + 1], 16) != 0:
                 seen[layer_idx].add(block_id)
     assert all(20 <= len(blocks) <= 44 for blocks in seen)
     assert all(0 in blocks for blocks in seen)
     assert seen[0] != seen[1]
-    assert [runs_checksum(memory, layer_idx, runs, 16) for layer_idx in (0, 1)] != clean
+    assert [layer_sum(memory, layer_idx, runs, 16) for layer_idx in (0, 1)] != clean
     memory.close()
 
 
@@ -181,7 +186,8 @@ def test_a_thread_that_writes_takes_the_device_of_the_memory_first() -> None:
     segment = Segment(source, target, memory.regions[0].block_bytes)
     with ThreadPoolExecutor(1) as pool:
         writer = pool.submit(threading.get_ident).result()
-        pool.submit(connection.write, [segment], time.monotonic() + 10).result()
+        deadline_s = time.monotonic() + 10
+        pool.submit(connection.write, [segment], deadline_s, lambda: None).result()
     assert threads == [writer]
     assert torch.equal(memory.k_caches[1][0], memory.k_caches[0][0])
     connection.close()
