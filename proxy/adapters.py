@@ -27,6 +27,7 @@ class Adapters:
     def __init__(self, config: ProxyConfig) -> None:
         self._config = config
         self._paths: dict[str, str] = {}
+        self._keys: dict[str, str] = {}
         self._answers: dict[tuple[Identity, str], asyncio.Future[str]] = {}
 
     @property
@@ -34,12 +35,18 @@ class Adapters:
         """What `model` may give beside the model's own names."""
         return sorted(self._paths)
 
+    def key(self, name: str) -> str:
+        """What stands for an adapter in the block hashes of workers; of the model itself, ""."""
+        return self._keys.get(name, name)
+
     def messages(self) -> list[worker_pb2.ProxyMessage]:
         """What a worker is told first."""
         return [_set_adapter(name, path) for name, path in self._paths.items()]
 
     def changed(self, identity: Identity, message: worker_pb2.AdapterChanged) -> None:
         """A worker answered."""
+        if message.key:
+            self._keys[message.name] = message.key
         answer = self._answers.get((identity, message.name))
         if answer is not None and not answer.done():
             answer.set_result(message.error)
@@ -75,6 +82,7 @@ class Adapters:
         """
         if self._paths.pop(name, None) is None:
             raise ModelNotFound(f"The adapter `{name[:100]}` is not loaded", param="lora_name")
+        self._keys.pop(name, None)
         await self._tell(_set_adapter(name, ""), connected())
 
     def _allowed(self, path: str) -> str:

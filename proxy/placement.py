@@ -44,7 +44,8 @@ class Placement:
                 block_size = decoders[0].block_size
                 token_ids = journey.token_ids()
                 request = journey.request
-                salt = block_salt(decoders[0].kv_identity, request.adapter, request.cache_salt)
+                adapter = self._pool.adapters.key(request.adapter)
+                salt = block_salt(decoders[0].kv_identity, adapter, request.cache_salt)
                 hashes = self._router.hash_prompt(token_ids, block_size, salt)
                 candidate = self._router.candidate(
                     journey.request.request_id,

@@ -74,18 +74,19 @@ class Intake:
         self, session_id: int, message: worker_pb2.SetAdapter, tracked: Iterable[Tracked]
     ) -> None:
         """Load or unload an adapter and say how it went; `tracked` requests keep theirs."""
-        adapters, error = self._engine.adapters, ""
+        adapters, error, adapter_key = self._engine.adapters, "", ""
         try:
             if adapters is None:
                 raise ValueError("a worker of several ranks takes no adapters")
             if message.path:
                 adapters.load(message.name, Path(message.path))
+                adapter_key = adapters.key(message.name)
             elif message.name in adapters.names:
                 adapters.unload(message.name)
             adapters.free({entry.request.adapter for entry in tracked})
         except (ValueError, EngineError, OSError) as problem:
             error = str(problem)
-        self.replies.adapter_changed(session_id, message.name, error)
+        self.replies.adapter_changed(session_id, message.name, error, adapter_key)
 
     def _adapter(self, name: str) -> str:
         if not name:

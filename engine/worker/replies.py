@@ -58,9 +58,9 @@ class Replies:
         self._counters.num_stale_messages += 1
         self._queued.append((session_id, _released(key)))
 
-    def adapter_changed(self, session_id: int, name: str, error: str) -> None:
+    def adapter_changed(self, session_id: int, name: str, error: str, adapter_key: str) -> None:
         """Answer a SetAdapter."""
-        changed = worker_pb2.AdapterChanged(name=name, error=error)
+        changed = worker_pb2.AdapterChanged(name=name, error=error, key=adapter_key)
         self._queued.append((session_id, worker_pb2.WorkerMessage(adapter_changed=changed)))
 
     def flush(self) -> None:

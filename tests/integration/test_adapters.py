@@ -1,18 +1,24 @@
 """LoRA adapters, loaded while a service runs, through a prefiller and a decoder."""
 
 import asyncio
+import queue
 import shutil
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 import torch
 from tokenizers import Tokenizer
 
+from protos import worker_pb2, worker_pb2_grpc
+from protos.block_hash import block_salt, hash_blocks
+from proxy.adapters import Adapters
+from proxy.config import ProxyConfig
 from tests.engine.test_adapters import merge, write_adapter
 from tests.engine.tiny import hf_logits, tiny_hf_llama
-from tests.integration.service import Service
+from tests.integration.service import TOKEN, Service
 
 pytestmark = pytest.mark.multiprocess
 
@@ -25,6 +31,36 @@ def _assert_greedy(hf: Any, prompt: list[int], output: list[int]) -> None:
     logits = hf_logits(hf, prompt + output)[len(prompt) - 1 : -1]
     chosen = logits[torch.arange(len(output)), torch.tensor(output)]
     assert (logits.amax(dim=-1) - chosen).max() < _TIE
+
+
+def assert_blocks_are_named_as_a_proxy_names_them(
+    address: str, name: str, folder: str, prompt: list[int]
+) -> None:
+    """By the key that a worker answers a SetAdapter with; two names of it would never match."""
+    outgoing: queue.SimpleQueue[worker_pb2.ProxyMessage | None] = queue.SimpleQueue()
+    with grpc.insecure_channel(address) as channel:
+        replies = worker_pb2_grpc.WorkerStub(channel).Session(
+            iter(outgoing.get, None), timeout=60, metadata=(("x-pdserve-token", TOKEN),)
+        )
+        hello = next(replies).hello
+        outgoing.put(
+            worker_pb2.ProxyMessage(set_adapter=worker_pb2.SetAdapter(name=name, path=folder))
+        )
+        changed = next(m.adapter_changed for m in replies if m.HasField("adapter_changed"))
+        outgoing.put(worker_pb2.ProxyMessage(resync_kv=worker_pb2.ResyncKV()))
+        stored = next(m.kv_events.stored for m in replies if m.HasField("kv_events"))
+        outgoing.put(None)
+        replies.cancel()
+    config = ProxyConfig(
+        model_path=folder, served_model_names=(hello.model,), controller_address=address
+    )
+    known = Adapters(config)
+    known.changed(("decoder-0", 1), changed)
+    identity = f"{hello.model}/{hello.layout.weights}"
+    for adapter in ("", name):
+        salt = block_salt(identity, known.key(adapter), "")
+        for block_hash in hash_blocks(prompt, hello.layout.block_size, salt):
+            assert block_hash in {stored[i : i + 16] for i in range(0, len(stored), 16)}
 
 
 async def test_adapters_are_loaded_used_and_unloaded_while_serving(
@@ -80,6 +116,12 @@ async def test_adapters_are_loaded_used_and_unloaded_while_serving(
         assert [model["id"] for model in models][1:] == ["blue", "red"]
 
         outputs = await together()
+        assert_blocks_are_named_as_a_proxy_names_them(
+            service.of_role("decoder")[0].info["address"],
+            "red",
+            str(adapters / "red"),
+            prompt.tolist(),
+        )
         (decoder,) = service.of_role("decoder")
         decoder.kill()
         service.restart(decoder)
