@@ -11,7 +11,7 @@ import logging
 from collections.abc import Sequence
 
 from decoder.pool import DecodePool
-from engine.prefix_tiers import TierEvent, TierFound, TierLoaded, TierWritten
+from engine.prefix_tiers import TierEvent
 from engine.request import Request, RequestKey
 from engine.worker.assembly import Engine
 from engine.worker.balance import least_loaded
@@ -67,6 +67,7 @@ class DecodeLoop:
         for pool in self._pools:
             for key, _ in self._intake.overdue(pool.entries):
                 pool.end(key)
+        self._pools[0].prefill_fetched(self._tiers.overdue())
         scheduled = [pool.schedule() for pool in self._pools]
         self._progressed = any(scheduled)
         if self._progressed:
@@ -89,8 +90,9 @@ class DecodeLoop:
             case KVArrived(key) | KVFailed(key) | KVQuiet(key):
                 if (pool := self._find(key)) is not None:
                     pool.on_receive_event(event)
-            case TierFound() | TierLoaded() | TierWritten():
-                self._tiers.on_tier_event(event)
+            case TierEvent():
+                # With tiers there is one pool.
+                self._pools[0].prefill_fetched(self._tiers.on_tier_event(event))
             case SessionClosed(session_id):
                 for key in self._intake.of_session(session_id):
                     self._end(key)

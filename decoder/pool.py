@@ -3,7 +3,7 @@
     Reserve --> pending (no blocks yet) --> RESERVED
     RESERVED --Activate--> WAITING_FOR_REMOTE_KV --KV arrived--> RUNNING --> FINISHED
     RESERVED --KV arrived, then Activate--> RUNNING
-    RESERVED --PrefillLocally--> WAITING --> RUNNING
+    RESERVED --PrefillLocally, prefix fetched from the tiers--> WAITING --> RUNNING
     any --Cancel, lease, deadline, KV failed, session closed--> ending --writer quiet--> Released
 
 While ending, blocks that a writer may still touch are in quarantine. Owned by the loop's thread.
@@ -34,6 +34,8 @@ class Entry:
     expecting: bool = False
     """A writer may be, or become, allowed to write into its blocks."""
     arrived: bool = False
+    is_local: bool = False
+    """It is to be prefilled here."""
     ending: bool = False
     quarantined: list[int] = field(default_factory=list)
 
@@ -52,6 +54,7 @@ class DecodePool:
         """rank_addresses: where the ranks of `receiver` listen, by tp_rank."""
         self._hello = engine.hello
         self._steps = engine.steps
+        self._tiers = engine.tiers
         self._counters = engine.counters
         self._scheduler = pool.scheduler
         self._blocks = pool.blocks
@@ -107,7 +110,7 @@ class DecodePool:
     def activate(self, key: RequestKey, message: worker_pb2.Activate) -> None:
         """The first token of a reserved request is known: decode once its KV is here."""
         entry = self._live_entry(key)
-        if entry is None or entry.request.state is not RequestState.RESERVED:
+        if entry is None or entry.is_local or entry.request.state is not RequestState.RESERVED:
             self._counters.num_stale_messages += 1
             return
         entry.request.token_ids.extend(message.token_ids)
@@ -119,15 +122,29 @@ class DecodePool:
     def prefill_locally(self, key: RequestKey) -> None:
         """Nobody will write: compute the prompt here."""
         entry = self._live_entry(key)
-        if entry is None or entry.request.state is not RequestState.RESERVED or entry.arrived:
+        if (
+            entry is None
+            or entry.request.state is not RequestState.RESERVED
+            or entry.arrived
+            or entry.is_local
+        ):
             self._counters.num_stale_messages += 1
             return
+        entry.is_local = True
         self._receiver.cancel(key)  # nobody was told to write: quiet at once
-        try:
-            self._scheduler.add(entry.request)
-        except QueueFull as error:
-            self._replies.failed(key, worker_pb2.FAILURE_OVERLOADED, str(error))
-            self.end(key)
+        if not self._tiers.lookup(entry.request):
+            self._compute(entry.request)
+
+    def prefill_fetched(self, keys: Sequence[RequestKey]) -> None:
+        """Local prefills that waited for the tiers start, from what was found."""
+        for key in keys:
+            request = self._entries[key].request
+            # NOTE: in one go, so that nobody else gets the blocks that go back: it still fits.
+            self._blocks.free(request)
+            request.num_cached_tokens = self._blocks.attach_prefix(request, resumed=True)
+            allocated = self._blocks.allocate(request, request.num_tokens)
+            assert allocated, f"{key} held blocks for all its tokens"
+            self._compute(request)
 
     def on_receive_event(self, event: ReceiveEvent) -> None:
         """Something about the KV of a request of this pool."""
@@ -160,6 +177,7 @@ class DecodePool:
         entry = self._entries.pop(key)
         self._scheduler.remove(entry.request)
         self._blocks.release_quarantined(entry.quarantined)
+        self._tiers.forget(key)
         self._steps.forget(key)
         self._replies.released(key)
 
@@ -222,6 +240,13 @@ class DecodePool:
             self._scheduler.add_running(request)
         except ValueError as error:
             self._replies.failed(request.key, worker_pb2.FAILURE_INVALID, str(error))
+            self.end(request.key)
+
+    def _compute(self, request: Request) -> None:
+        try:
+            self._scheduler.add(request)
+        except QueueFull as error:
+            self._replies.failed(request.key, worker_pb2.FAILURE_OVERLOADED, str(error))
             self.end(request.key)
 
     def _on_arrived(self, entry: Entry) -> None:

@@ -318,8 +318,8 @@ def _check_ranks(config: ServiceConfig) -> list[str]:
                 f"{name}.ep is {role.ep}: must divide the {role.num_ranks} ranks, "
                 f"which is tp {role.tp} times dp {role.dp}"
             )
-        if role.num_ranks > 1 and config.tiers.is_on:
-            problems.append(f"tiers hold the KV of one rank, {name} has {role.num_ranks}")
+        if role.dp > 1 and config.tiers.is_on:
+            problems.append(f"tiers serve one block pool, {name}.dp is {role.dp}")
         if role.num_ranks > 1 and config.speculation == "mtp":
             problems.append(
                 f"speculation mtp drafts on one rank, {name} has {role.num_ranks}: "

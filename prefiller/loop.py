@@ -11,7 +11,7 @@ outbox.
 import logging
 from collections.abc import Callable, Sequence
 
-from engine.prefix_tiers import TierEvent, TierFound, TierLoaded, TierWritten
+from engine.prefix_tiers import TierEvent
 from engine.request import Request, RequestKey
 from engine.scheduler import QueueFull, ScheduledRequest
 from engine.worker.assembly import Engine
@@ -104,7 +104,7 @@ class PrefillLoop:
                     self._counters.num_stale_messages += 1
                 else:
                     pool.conclude(event)
-            case TierFound() | TierLoaded() | TierWritten():
+            case TierEvent():
                 self._schedule(self._tiers.on_tier_event(event))
             case SessionClosed(session_id):
                 for key in self._intake.of_session(session_id):

@@ -325,6 +325,44 @@ class CancelExpected(_message.Message):
 Global___CancelExpected: _TypeAlias = CancelExpected  # noqa: Y015
 
 @_typing.final
+class TierJob(_message.Message):
+    """For the thread of a rank that serves its tiers: find, load (neither is set) or write blocks of the KV cache."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    FIND_FIELD_NUMBER: _builtins.int
+    WRITE_FIELD_NUMBER: _builtins.int
+    HASHES_FIELD_NUMBER: _builtins.int
+    BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    find: _builtins.bool
+    write: _builtins.bool
+    """one block"""
+    @_builtins.property
+    def hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+    @_builtins.property
+    def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """to load or write"""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        find: _builtins.bool = ...,
+        write: _builtins.bool = ...,
+        hashes: _abc.Iterable[_builtins.bytes] | None = ...,
+        block_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "find", b"find", "hashes", b"hashes", "number", b"number", "write", b"write"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TierJob: _TypeAlias = TierJob  # noqa: Y015
+
+@_typing.final
 class StopRank(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -370,6 +408,7 @@ class RankCommand(_message.Message):
     CANCEL_EXPECTED_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
     PING_FIELD_NUMBER: _builtins.int
+    TIER_JOB_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___RankWelcome: ...
     @_builtins.property
@@ -390,6 +429,8 @@ class RankCommand(_message.Message):
     def stop(self) -> Global___StopRank: ...
     @_builtins.property
     def ping(self) -> Global___Ping: ...
+    @_builtins.property
+    def tier_job(self) -> Global___TierJob: ...
     def __init__(
         self,
         *,
@@ -403,12 +444,13 @@ class RankCommand(_message.Message):
         cancel_expected: Global___CancelExpected | None = ...,
         stop: Global___StopRank | None = ...,
         ping: Global___Ping | None = ...,
+        tier_job: Global___TierJob | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_transfer", b"abort_transfer", "begin_transfer", b"begin_transfer", "cancel_expected", b"cancel_expected", "command", b"command", "expect", b"expect", "finish_transfer", b"finish_transfer", "forward", b"forward", "logits", b"logits", "ping", b"ping", "stop", b"stop", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_transfer", b"abort_transfer", "begin_transfer", b"begin_transfer", "cancel_expected", b"cancel_expected", "command", b"command", "expect", b"expect", "finish_transfer", b"finish_transfer", "forward", b"forward", "logits", b"logits", "ping", b"ping", "stop", b"stop", "tier_job", b"tier_job", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_transfer", b"abort_transfer", "begin_transfer", b"begin_transfer", "cancel_expected", b"cancel_expected", "command", b"command", "expect", b"expect", "finish_transfer", b"finish_transfer", "forward", b"forward", "logits", b"logits", "ping", b"ping", "stop", b"stop", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_transfer", b"abort_transfer", "begin_transfer", b"begin_transfer", "cancel_expected", b"cancel_expected", "command", b"command", "expect", b"expect", "finish_transfer", b"finish_transfer", "forward", b"forward", "logits", b"logits", "ping", b"ping", "stop", b"stop", "tier_job", b"tier_job", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["welcome", "forward", "logits", "begin_transfer", "finish_transfer", "abort_transfer", "expect", "cancel_expected", "stop", "ping"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["welcome", "forward", "logits", "begin_transfer", "finish_transfer", "abort_transfer", "expect", "cancel_expected", "stop", "ping", "tier_job"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -629,6 +671,29 @@ class Quiet(_message.Message):
 Global___Quiet: _TypeAlias = Quiet  # noqa: Y015
 
 @_typing.final
+class TierJobDone(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    num_blocks: _builtins.int
+    """found, loaded or copied, from the first on"""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        num_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TierJobDone: _TypeAlias = TierJobDone  # noqa: Y015
+
+@_typing.final
 class RankEvent(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -642,6 +707,7 @@ class RankEvent(_message.Message):
     NOT_ARRIVING_FIELD_NUMBER: _builtins.int
     QUIET_FIELD_NUMBER: _builtins.int
     PONG_FIELD_NUMBER: _builtins.int
+    TIER_JOB_DONE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def join(self) -> Global___RankJoin: ...
     @_builtins.property
@@ -662,6 +728,8 @@ class RankEvent(_message.Message):
     def quiet(self) -> Global___Quiet: ...
     @_builtins.property
     def pong(self) -> Global___Pong: ...
+    @_builtins.property
+    def tier_job_done(self) -> Global___TierJobDone: ...
     def __init__(
         self,
         *,
@@ -675,12 +743,13 @@ class RankEvent(_message.Message):
         not_arriving: Global___NotArriving | None = ...,
         quiet: Global___Quiet | None = ...,
         pong: Global___Pong | None = ...,
+        tier_job_done: Global___TierJobDone | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["arrived", b"arrived", "event", b"event", "failed", b"failed", "join", b"join", "not_arriving", b"not_arriving", "pong", b"pong", "progress", b"progress", "quiet", b"quiet", "ready", b"ready", "step", b"step", "transfer_ended", b"transfer_ended"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["arrived", b"arrived", "event", b"event", "failed", b"failed", "join", b"join", "not_arriving", b"not_arriving", "pong", b"pong", "progress", b"progress", "quiet", b"quiet", "ready", b"ready", "step", b"step", "tier_job_done", b"tier_job_done", "transfer_ended", b"transfer_ended"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrived", b"arrived", "event", b"event", "failed", b"failed", "join", b"join", "not_arriving", b"not_arriving", "pong", b"pong", "progress", b"progress", "quiet", b"quiet", "ready", b"ready", "step", b"step", "transfer_ended", b"transfer_ended"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrived", b"arrived", "event", b"event", "failed", b"failed", "join", b"join", "not_arriving", b"not_arriving", "pong", b"pong", "progress", b"progress", "quiet", b"quiet", "ready", b"ready", "step", b"step", "tier_job_done", b"tier_job_done", "transfer_ended", b"transfer_ended"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["join", "progress", "ready", "failed", "step", "transfer_ended", "arrived", "not_arriving", "quiet", "pong"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["join", "progress", "ready", "failed", "step", "transfer_ended", "arrived", "not_arriving", "quiet", "pong", "tier_job_done"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

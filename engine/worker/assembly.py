@@ -19,7 +19,7 @@ from engine.prefix_tiers import PrefixTiers
 from engine.runner import ForwardMemory, MakeForward, Runner
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.speculation import Drafter, Verifier
-from engine.weights.fingerprint import fingerprint
+from engine.tier_worker import TierJobs
 from engine.weights.vocabulary import load_vocabulary
 from engine.worker.config import WorkerConfig
 from engine.worker.convert import layout_to_proto
@@ -29,9 +29,8 @@ from engine.worker.lockstep import Lockstep, SingleStep, StepModel
 from engine.worker.process import Start
 from engine.worker.rank_part import Leading, RankPart, build_parts
 from engine.worker.step import RankSampler, StepRunner
+from engine.worker.tier_ranks import TierRanks, tier_worker
 from kvtransfer.registration import KVMemory
-from kvtransfer.tiers.base import TierStack
-from kvtransfer.tiers.loading import load_tiers
 from protos import worker_pb2
 
 
@@ -89,7 +88,12 @@ def build_engine(
     _check_ranks(config)
     part, leading = build_parts(start, role)
     model_config, memory, num_blocks = part.model_config, part.memory, part.num_blocks
-    tiers = _open_tiers(config, memory, num_blocks, role)
+    jobs: TierJobs = tier_worker(config, memory, role)
+    if leading is not None:
+        jobs = TierRanks(jobs, leading.ranks)
+    tiers = PrefixTiers(
+        jobs, max_pinned_blocks=config.tiers.max_pinned_blocks, num_blocks=num_blocks
+    )
     kv_events = KVEventLog()
     max_model_len = min(
         config.max_model_len or model_config.max_position_embeddings,
@@ -182,28 +186,11 @@ def _step_model(
     return SingleStep(Runner(model, *caches, part.ops, block_size, forward, adapters))
 
 
-def _open_tiers(
-    config: WorkerConfig, memory: KVMemory, num_blocks: int, role: worker_pb2.Role.ValueType
-) -> PrefixTiers:
-    stack = TierStack(())
-    if config.tiers.is_on:
-        weights = fingerprint(Path(config.model_path))
-        stack = load_tiers(
-            config.tiers,
-            f"{memory.layout.digest}-{weights}",
-            host=config.transfer.host,
-            with_host=role == worker_pb2.ROLE_PREFILLER,
-        )
-    return PrefixTiers(
-        stack, memory, max_pinned_blocks=config.tiers.max_pinned_blocks, num_blocks=num_blocks
-    )
-
-
 def _check_ranks(config: WorkerConfig) -> None:
     if config.parallel.world_size == 1:
         return
-    if config.tiers.is_on:
-        raise ValueError("tiers hold the KV of one rank: they cannot be on with several")
+    if config.tiers.is_on and config.parallel.dp_size > 1:
+        raise ValueError("tiers serve one block pool: they cannot be on with dp above 1")
     if config.speculation == "mtp":
         raise ValueError("speculation mtp drafts on one rank: use ngram or none with several")
 

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 import grpc
 import torch
@@ -20,12 +21,14 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from engine.parallel import Parallel, join, leave
 from engine.request import RequestKey
+from engine.tier_worker import TierWorker
 from engine.worker.config import WorkerConfig
 from engine.worker.convert import key_from_proto, key_to_proto
 from engine.worker.leading_model import forward_from_proto, ints_from_bytes
 from engine.worker.rank_part import RankPart, build_part
 from engine.worker.ranks import collectives_to_proto
 from engine.worker.server import ServerThread
+from engine.worker.tier_ranks import job_from_proto, tier_worker
 from engine.worker.wire import Wire, WireClosed
 from kvtransfer.connector import (
     BlockCopy,
@@ -67,12 +70,15 @@ def run_follower(rank: int, address: str, token: str, host: str) -> None:
             part = build_part(config, parallel, lambda phase, progress: None)
             stack.callback(part.memory.close)
             transfers = _transfers(welcome, config, part, wire, stack)
+            tiers = tier_worker(config, part.memory, welcome.role)
+            stack.callback(tiers.close)
+            tiers.start(partial(_report_tier_job, wire))
         except (ValueError, OSError, RuntimeError) as error:
             wire.send(_event(failed=ranks_pb2.RankFailed(error=f"{error}")))
             raise
         ready = ranks_pb2.RankReady(link_address=transfers.link_address)
         wire.send(_event(ready=ready))
-        _Commands(wire, part, parallel, transfers).run()
+        _Commands(wire, part, parallel, transfers, tiers).run()
 
 
 class _Transfers:
@@ -138,15 +144,22 @@ class _Transfers:
 class _Commands:
     """Carries out the leader's commands.
 
-    What computes, and the end of transfers, which must come after its pushes: one after another on
-    the caller's thread. What announces transfers: at once, on the thread that reads, or a writer
-    could come before a forward pass ends and find nobody expecting it.
+    What computes, the end of transfers, which must come after its pushes, and what is to be kept of
+    the KV cache: one after another on the caller's thread. What announces transfers: at once, on
+    the thread that reads, or a writer could come before a forward pass ends and find nobody
+    expecting it.
     """
 
     def __init__(
-        self, wire: Wire, part: RankPart, parallel: Parallel, transfers: _Transfers
+        self,
+        wire: Wire,
+        part: RankPart,
+        parallel: Parallel,
+        transfers: _Transfers,
+        tiers: TierWorker,
     ) -> None:
         self._wire = wire
+        self._tiers = tiers
         self._part = part
         self._parallel = parallel
         self._transfers = transfers
@@ -167,6 +180,8 @@ class _Commands:
                     self._logits(command.logits)
                 case "finish_transfer":
                     self._transfers.finish(key_from_proto(command.finish_transfer.key))
+                case "tier_job":
+                    self._tier_job(command.tier_job)
                 case "abort_transfer":
                     abort = command.abort_transfer
                     self._transfers.withdraw(key_from_proto(abort.key), abort.reason)
@@ -205,6 +220,8 @@ class _Commands:
             case "ping":
                 calls = self._parallel.counters.num_calls - self._collectives_before
                 self._wire.send(_event(pong=ranks_pb2.Pong(num_collectives=calls)))
+            case "tier_job" if not command.tier_job.write:
+                self._tier_job(command.tier_job)
             case "cancel_expected" if receiver is not None:
                 receiver.cancel(key_from_proto(command.cancel_expected.key))
             case _:
@@ -239,6 +256,13 @@ class _Commands:
         config, counters = self._parallel.config, self._parallel.counters
         counts = collectives_to_proto(config.rank, counters)
         self._wire.send(_event(step=ranks_pb2.RankStep(step=step, done=True, collectives=counts)))
+
+    def _tier_job(self, message: ranks_pb2.TierJob) -> None:
+        if self._tiers.is_on:
+            self._tiers.submit(message.number, job_from_proto(message))
+        else:
+            # None could be opened here: nothing is found, and there is nothing to copy.
+            _report_tier_job(self._wire, message.number, 0)
 
 
 def _transfers(
@@ -289,6 +313,10 @@ def _report_received(wire: Wire, event: ReceiveEvent) -> None:
             _report(wire, not_arriving=failed)
         case KVQuiet():
             _report(wire, quiet=ranks_pb2.Quiet(key=key))
+
+
+def _report_tier_job(wire: Wire, number: int, num_blocks: int) -> None:
+    _report(wire, tier_job_done=ranks_pb2.TierJobDone(number=number, num_blocks=num_blocks))
 
 
 def _event(**fields: object) -> bytes:

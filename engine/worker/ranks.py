@@ -34,9 +34,10 @@ _log = logging.getLogger(__name__)
 
 OnEvent = Callable[[int, ranks_pb2.RankEvent], None]
 """on_event(rank, event): from the thread that reads the rank's connection."""
+OnTierJob = Callable[[int, ranks_pb2.TierJobDone], None]
 
 
-def _ignore(rank: int, event: ranks_pb2.RankEvent) -> None:
+def _ignore(rank: int, event: ranks_pb2.RankEvent | ranks_pb2.TierJobDone) -> None:
     """Until somebody listens."""
 
 
@@ -85,6 +86,7 @@ class Ranks:
         self._config = config
         self._launcher = launcher
         self._on_lost = on_lost
+        self._on_tier_job: OnTierJob = _ignore
         self._followers: dict[int, _Follower] = {}
         self._step = 0
         self._parallel = Parallel()
@@ -123,6 +125,10 @@ class Ranks:
         """Pass what these followers' transfers report to on_event."""
         for rank in ranks:
             self._followers[rank].on_event = on_event
+
+    def listen_tiers(self, on_done: OnTierJob) -> None:
+        """Pass what the followers' tiers report to on_done."""
+        self._on_tier_job = on_done
 
     def send(self, command: ranks_pb2.RankCommand, ranks: Collection[int]) -> None:
         """Command these followers; returns at once unless their buffers are full."""
@@ -243,6 +249,8 @@ class Ranks:
                 follower.progress.num_collectives = event.pong.num_collectives
             case "progress":
                 pass
+            case "tier_job_done":
+                self._on_tier_job(follower.rank, event.tier_job_done)
             case _:
                 follower.on_event(follower.rank, event)
 

@@ -11,6 +11,7 @@ import torch
 from engine.block_manager import BlockManager
 from engine.prefix_tiers import PrefixTiers, TierEvent
 from engine.request import Request, RequestKey, SamplingParams
+from engine.tier_worker import TierWorker
 from kvtransfer.layout import KVLayout
 from kvtransfer.registration import KVMemory
 from kvtransfer.tiers.base import TierStack
@@ -38,7 +39,9 @@ class Worker:
     def __init__(self, stack: TierStack, num_blocks: int = 16, max_pinned_blocks: int = 3):
         self.memory = KVMemory.allocate(LAYOUT, num_blocks)
         self.tiers = PrefixTiers(
-            stack, self.memory, max_pinned_blocks=max_pinned_blocks, num_blocks=num_blocks
+            TierWorker(stack, self.memory),
+            max_pinned_blocks=max_pinned_blocks,
+            num_blocks=num_blocks,
         )
         self.blocks = BlockManager(num_blocks, LAYOUT.block_size, [self.tiers])
         self.events: queue.Queue[TierEvent] = queue.Queue()

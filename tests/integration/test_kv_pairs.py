@@ -135,11 +135,11 @@ def test_ranks_of_a_reader_hold_what_the_ranks_of_a_writer_computed(
 
 
 def test_equal_numbers_of_ranks_hold_to_the_bit_what_they_would_have_computed(few: Pairs) -> None:
-    few.check_computed("eight heads", 2, 2, "mooncake")
+    few.check_computed("eight heads", 2, 2, "memory")
 
 
 def test_random_bytes_arrive_in_every_rank(few: Pairs) -> None:
-    few.check_random("int8", 2, 4, "mooncake")
+    few.check_random("int8", 2, 4, "memory")
     few.check_random("two heads", 2, 1, "memory")
 
 

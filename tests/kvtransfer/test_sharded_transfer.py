@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from multiprocessing.connection import Connection as Pipe
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from kvtransfer.link import RequestKey
 from kvtransfer.registration import KVMemory
 from protos import worker_pb2
 from tests.kvtransfer.faults import Faults, faulty
-from tests.kvtransfer.harness import CONFIG, NUM_BLOCKS, ReaderThread, Writer, spawn
+from tests.kvtransfer.harness import CONFIG, NUM_BLOCKS, ReaderThread, Writer
 from tests.kvtransfer.test_reshard import held_heads
 
 K = ("request", 0)
@@ -301,52 +300,3 @@ def test_a_number_of_ranks_that_does_not_divide_the_heads_is_a_failed_transfer()
         transfer.finish()
         assert "not a multiple" in writers[0].next_result().error
         assert writers[0].results.empty()
-
-
-def run_rank(pipe: Pipe, addresses: list[str], block_ids: list[int], rank: int, size: int) -> None:
-    """A writer rank in a process of its own."""
-    layout = MODELS["eight heads"]
-    writer = Writer(replace(CONFIG, transport="auto"), layout=layout.for_rank(rank, size))
-    fill(writer.memory, [9, 8, 7], model_values(layout, 12))
-    target = worker_pb2.KVTarget(
-        engine_id="reader",
-        incarnation=1,
-        rank_addresses=addresses,
-        block_ids=block_ids,
-        block_size=layout.block_size,
-    )
-    transfer = writer.begin(K, target)
-    push_range(transfer, writer, [9, 8, 7])
-    transfer.finish()
-    pipe.send(writer.next_result())
-    writer.close()
-
-
-@pytest.mark.parametrize(("source_size", "target_size"), [(2, 1), (2, 4)])
-def test_ranks_in_processes_of_their_own_fill_the_ranks_of_a_reader(
-    source_size: int, target_size: int
-) -> None:
-    layout = MODELS["eight heads"]
-    ranks = [layout.for_rank(rank, target_size) for rank in range(target_size)]
-    readers = [ReaderThread(replace(CONFIG, transport="auto"), layout=rank) for rank in ranks]
-    for reader in readers:
-        reader.receiver.expect(K, [1, 2, 5])
-    addresses = [reader.address for reader in readers]
-    processes = [
-        spawn(run_rank, addresses, [1, 2, 5], rank, source_size) for rank in range(source_size)
-    ]
-    for process, pipe in processes:
-        assert pipe.poll(30), "a writer does not answer"
-        assert pipe.recv().ok
-        process.join(10)
-        pipe.close()
-    values = model_values(layout, 12)
-    for reader in readers:
-        assert reader.next_event() == KVArrived(K)
-        expected = KVMemory.allocate(reader.memory.layout, NUM_BLOCKS)
-        fill(expected, [1, 2, 5], values)
-        for ours, theirs in zip(expected.caches, reader.memory.caches, strict=True):
-            for want, got in zip(ours, theirs, strict=True):
-                assert torch.equal(want, got)
-        expected.close()
-        reader.close()
