@@ -243,7 +243,9 @@ class Receiver(worker_pb2_grpc.KVLinkServicer):
             )
         if self._is_closed:
             raise TransportUnavailable("the reader is closing")
-        return WriterStream(hello.engine_id, resharding, self._choose(hello))
+        is_here = hello.host_id == self._transports.host_id
+        pid = hello.pid if is_here else 0
+        return WriterStream(hello.engine_id, resharding, self._choose(hello), pid)
 
     def _choose(self, hello: worker_pb2.WriterHello) -> Transport:
         for name in hello.transports:
@@ -456,10 +458,23 @@ class Receiver(worker_pb2_grpc.KVLinkServicer):
                     self._events.append(KVFailed(key, reason, quiet=False))
         self._emit()
         for key, reservation, part in broken:
-            writer.call_later(
-                self._config.quarantine_grace_s,
-                partial(self._conclude, key, reservation, part, ("", "")),
-            )
+            self._settle(writer, key, reservation, part)
+
+    def _settle(
+        self, writer: WriterStream, key: RequestKey, reservation: _Reservation, part: _Part
+    ) -> None:
+        """End the quarantine of a broken link after the grace; while its writer is known to be
+        stopped, the grace does not begin.
+        """
+        then = self._settle if writer.is_stopped() else self._let_go
+        writer.call_later(
+            self._config.quarantine_grace_s, partial(then, writer, key, reservation, part)
+        )
+
+    def _let_go(
+        self, _: WriterStream, key: RequestKey, reservation: _Reservation, part: _Part
+    ) -> None:
+        self._conclude(key, reservation, part, ("", ""))
 
     def _peer(self, writer: WriterStream) -> PeerCounters:
         return self._counters.peers.setdefault((writer.engine_id, writer.tp_rank), PeerCounters())

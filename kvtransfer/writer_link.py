@@ -9,6 +9,7 @@ A link serves one incarnation of one reader and is replaced by a new one when it
 
 import enum
 import logging
+import os
 import queue
 import threading
 import time
@@ -235,6 +236,7 @@ class WriterLink:
             layouts=[writer.memory.layout.to_proto()],
             transports=names,
             host_id=writer.transports.host_id,
+            pid=os.getpid(),
         )
         self._outgoing.put(worker_pb2.WriterMessage(hello=hello))
 

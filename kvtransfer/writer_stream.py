@@ -12,8 +12,10 @@ from protos import worker_pb2
 class WriterStream:
     """Made on the loop of the stream; `send` and `call_later` may be called from any thread."""
 
-    def __init__(self, engine_id: str, resharding: Resharding, transport: Transport):
+    def __init__(self, engine_id: str, resharding: Resharding, transport: Transport, pid: int):
+        """pid: of a writer of this host, else 0."""
         self.engine_id = engine_id
+        self._pid = pid
         self.resharding = resharding
         self.tp_rank = resharding.source.tp_rank
         self.needed_ranks = find_writers(resharding.source, resharding.target)
@@ -27,6 +29,20 @@ class WriterStream:
         # A closed loop has no stream left to send on.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._outgoing.put_nowait, message)
+
+    def is_stopped(self) -> bool:
+        """Whether the writer is known to stand still (SIGSTOP, a debugger): what it was writing
+        would go on when it wakes. Never known of a writer of another host.
+        """
+        if not self._pid:
+            return False
+        try:
+            with open(f"/proc/{self._pid}/stat", encoding="utf-8", errors="replace") as file:
+                # The name of the command, in parentheses, may hold anything.
+                state = file.read().rpartition(")")[2].split()[0]
+        except (OSError, IndexError):
+            return False
+        return state in "Tt"
 
     async def next_message(self) -> worker_pb2.ReaderMessage | None:
         """Wait for what send queued."""

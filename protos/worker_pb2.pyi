@@ -1383,10 +1383,13 @@ class WriterHello(_message.Message):
     LAYOUTS_FIELD_NUMBER: _builtins.int
     TRANSPORTS_FIELD_NUMBER: _builtins.int
     HOST_ID_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     incarnation: _builtins.int
     host_id: _builtins.str
     """equal on both ends: same host, shared memory possible"""
+    pid: _builtins.int
+    """for a reader of the same host: whether the writer is stopped, when its link broke"""
     @_builtins.property
     def layouts(self) -> _containers.RepeatedCompositeFieldContainer[Global___KVLayout]:
         """one per TP rank"""
@@ -1403,10 +1406,11 @@ class WriterHello(_message.Message):
         layouts: _abc.Iterable[Global___KVLayout] | None = ...,
         transports: _abc.Iterable[_builtins.str] | None = ...,
         host_id: _builtins.str = ...,
+        pid: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "host_id", b"host_id", "incarnation", b"incarnation", "layouts", b"layouts", "transports", b"transports"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "host_id", b"host_id", "incarnation", b"incarnation", "layouts", b"layouts", "pid", b"pid", "transports", b"transports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

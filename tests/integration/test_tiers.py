@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from engine.parallel_config import ParallelConfig
 from kvtransfer.tiers.config import TierConfig
+from protos.block_hash import block_salt, hash_blocks
 from tests.integration.service import Service, wait_until
 from tests.oracle import story
 
@@ -150,3 +152,39 @@ def test_a_prefix_in_the_store_outlives_all_workers(
             assert _cached_tokens(again) == _PREFIX_TOKENS
             assert again["choices"] == first["choices"]
             service.assert_idle()
+
+
+@pytest.mark.parametrize("role", ["prefiller", "decoder"])
+def test_ranks_find_a_prefix_where_each_has_its_part_and_decoders_fetch_too(
+    role: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "tier"
+    num_blocks = 5
+    prompt = [3 + (7 * i + i * i) % 290 for i in range(num_blocks * _BLOCK_SIZE + 20)]
+    hashes = hash_blocks(prompt, _BLOCK_SIZE, block_salt("test-model/none", "", ""))
+    with Service(
+        tiny_model,
+        prefillers=int(role == "prefiller"),
+        worker={
+            "tiers": TierConfig(disk_path=str(folder)),
+            "parallel": ParallelConfig(tp_size=2),
+        },
+    ) as service:
+        first = service.complete(prompt, max_tokens=8)
+
+        def is_kept() -> bool:
+            return all(len(list(folder.glob(f"*/*/{h.hex()}"))) == 2 for h in hashes)
+
+        wait_until(is_kept, 10, "both ranks have kept their parts")
+        assert len([path for path in folder.iterdir() if path.is_dir()]) == 2
+        for num_found in (num_blocks, 2):
+            # The second time around one rank has lost its part of a block.
+            service.assert_idle()
+            _restart_all(service)
+            again = service.complete(prompt, max_tokens=8)
+            assert _cached_tokens(again) == num_found * _BLOCK_SIZE
+            assert again["choices"] == first["choices"]
+            (worker,) = service.of_role(role)
+            assert worker.stats().num_promoted_blocks == num_found
+            service.assert_idle()
+            next(folder.glob(f"*/*/{hashes[2].hex()}")).unlink()

@@ -12,7 +12,16 @@ import pytest
 
 from kvtransfer.connector import BlockCopy, KVArrived, KVFailed, KVQuiet
 from protos import worker_pb2
-from tests.kvtransfer.harness import CONFIG, LAYOUT, ReaderThread, Writer, layer_checksum, spawn
+from tests.kvtransfer.harness import (
+    CONFIG,
+    LAYOUT,
+    ReaderThread,
+    Writer,
+    assert_blocks_equal,
+    layer_checksum,
+    spawn,
+)
+from tests.kvtransfer.relay import Relay, target_through
 
 K = ("request", 0)
 TRANSPORTS = pytest.mark.parametrize("transport", ["memory", "mooncake", "hccl"])
@@ -39,11 +48,12 @@ def run_reader(pipe: Pipe, transport: str, layout_is_big: bool) -> None:
 
 
 def run_writer(pipe: Pipe, transport: str, target: bytes) -> None:
-    """Push one layer and hang."""
+    """Push one layer and half of the next, and hang."""
     writer = Writer(replace(CONFIG, transport=transport))
     transfer = writer.begin(K, worker_pb2.KVTarget.FromString(target))
     transfer.push(0, [BlockCopy(1, 0), BlockCopy(2, 1)])
-    while transfer.num_bytes == 0:
+    transfer.push(1, [BlockCopy(1, 0)])
+    while transfer.num_bytes < 3 * LAYOUT.block_bytes_all_layers // LAYOUT.num_layers:
         time.sleep(0.01)
     pipe.send("pushed")
     time.sleep(60)
@@ -132,6 +142,36 @@ def test_a_writer_killed_in_a_transfer_fails_it_and_is_quiet_after_the_grace(
     assert (stats.num_granted, stats.num_quarantined, stats.failures) == (0, 0, {"link": 1})
     process.join(5)
     pipe.close()
+    with local_writer(transport) as writer:
+        again = ("request", 1)
+        assert writer.send(again, reader.expect(again, [1, 2]), [3, 4]).ok
+        assert reader.next_event() == KVArrived(again)
+        assert_blocks_equal(writer.memory, [3, 4], reader.memory, [1, 2])
+    reader.close()
+
+
+def test_blocks_of_a_stopped_writer_stay_in_quarantine_until_it_has_woken() -> None:
+    reader = ReaderThread()
+    relay = Relay(reader.address)
+    target = target_through(relay, reader.expect(K, [1, 2])).SerializeToString()
+    process, pipe = spawn(run_writer, "memory", target)
+    assert pipe.poll(60)
+    assert pipe.recv() == "pushed"
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    relay.close()  # as the end of pings that go unanswered would
+    event = reader.next_event()
+    assert isinstance(event, KVFailed)
+    assert not event.quiet
+    reader.assert_no_event(5 * CONFIG.quarantine_grace_s)
+    assert reader.receiver.stats().num_quarantined_blocks == 2
+    os.kill(process.pid, signal.SIGCONT)
+    start_s = time.monotonic()
+    assert reader.next_event() == KVQuiet(K)
+    assert time.monotonic() - start_s >= CONFIG.quarantine_grace_s
+    process.kill()
+    process.join(5)
+    pipe.close()
     reader.close()
 
 
@@ -147,6 +187,11 @@ def test_a_reader_killed_in_a_transfer_fails_it_in_time(transport: str) -> None:
         transfer.push(1, [BlockCopy(1, 0), BlockCopy(2, 1)])
         assert not writer.next_result().ok
         assert time.monotonic() - start_s < CONFIG.progress_timeout_s + 1.5
+        other = ReaderThread(replace(CONFIG, transport=transport))
+        again = ("request", 1)
+        assert writer.send(again, other.expect(again, [1]), [3]).ok
+        assert other.next_event() == KVArrived(again)
+        other.close()
 
 
 def test_a_paused_reader_keeps_its_blocks_until_what_is_on_the_way_has_landed() -> None:
