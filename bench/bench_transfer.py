@@ -9,6 +9,7 @@
 import argparse
 import asyncio
 import ctypes
+import itertools
 import json
 import multiprocessing
 import queue
@@ -54,6 +55,8 @@ from protos import worker_pb2, worker_pb2_grpc
 NUM_BLOCKS = 288
 BLOCK_SIZE = 32
 COPIED_BLOCKS = 128
+BARE_SEGMENTS = 1024
+"""That the bare engine takes in a batch; it refuses several thousand."""
 CHUNK_TOKENS = 512
 PROMPTS = (512, 2048, 8064)
 TIMEOUT_S = 120.0
@@ -181,65 +184,102 @@ def transfer_s(pair: Ends, blocks: Sequence[int]) -> float:
     return pair.arrival_s() - started_s
 
 
-def raw_batch(memory: KVMemory, endpoint: worker_pb2.TransferEndpoint) -> Callable[[], float]:
-    """A function that copies COPIED_BLOCKS of every part in one batch of a bare engine."""
+def raw_batch(
+    memory: KVMemory, endpoint: worker_pb2.TransferEndpoint
+) -> Callable[[Sequence[int]], float]:
+    """A function that copies blocks of every part with a bare engine, in one batch of the segments
+    that a transfer has; in several, where one batch cannot hold them.
+    """
     engine = TransferEngine()
     assert engine.initialize("127.0.0.1:0", "P2PHANDSHAKE", "tcp", "") == 0
     assert engine.register_memory(memory.base_address, memory.num_bytes) == 0
-    sources = [region.base_address for region in memory.regions]
-    targets = [region.base_address for region in endpoint.regions]
-    sizes = [region.block_bytes * COPIED_BLOCKS for region in memory.regions]
 
-    def copy() -> float:
+    def copy(blocks: Sequence[int]) -> float:
+        lists: tuple[list[int], list[int], list[int]] = ([], [], [])
+        for ours, theirs in zip(memory.regions, endpoint.regions, strict=True):
+            for first, count in runs_of(blocks):
+                offset = first * ours.block_bytes
+                for values, value in zip(
+                    lists,
+                    (
+                        ours.base_address + offset,
+                        theirs.base_address + offset,
+                        count * ours.block_bytes,
+                    ),
+                    strict=True,
+                ):
+                    values.append(value)
         started_s = time.monotonic()
-        assert engine.batch_transfer_sync_write(endpoint.address, sources, targets, sizes) == 0
+        for first in range(0, len(lists[0]), BARE_SEGMENTS):
+            batch = [values[first : first + BARE_SEGMENTS] for values in lists]
+            assert engine.batch_transfer_sync_write(endpoint.address, *batch) == 0
         return time.monotonic() - started_s
 
     return copy
 
 
-def memcpy_s(memory: KVMemory) -> float:
-    """The same bytes within this process, part by part."""
-    sizes = [region.block_bytes * COPIED_BLOCKS for region in memory.regions]
-    target = ctypes.create_string_buffer(sum(sizes))
+def runs_of(blocks: Sequence[int]) -> list[tuple[int, int]]:
+    """(first block, number of blocks) of neighbours; both ends use the same numbers."""
+    runs: list[tuple[int, int]] = []
+    for block in blocks:
+        if runs and sum(runs[-1]) == block:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((block, 1))
+    return runs
+
+
+def memcpy(memory: KVMemory) -> Callable[[Sequence[int]], float]:
+    """A function that copies the same bytes within this process, run by run, into warm pages."""
+    target = ctypes.create_string_buffer(memory.num_bytes)
     ctypes.memset(target, 1, len(target))
-    times = []
-    for _ in range(5):
-        offset = ctypes.addressof(target)
+    to = ctypes.addressof(target)
+
+    def copy(blocks: Sequence[int]) -> float:
+        runs = runs_of(blocks)
         started_s = time.monotonic()
-        for region, size in zip(memory.regions, sizes, strict=True):
-            ctypes.memmove(offset, region.base_address, size)
-            offset += size
-        times.append(time.monotonic() - started_s)
-    return statistics.median(times)
+        for region in memory.regions:
+            for first, count in runs:
+                address = region.base_address + first * region.block_bytes
+                offset = address - memory.base_address
+                ctypes.memmove(to + offset, address, count * region.block_bytes)
+        return time.monotonic() - started_s
+
+    return copy
 
 
-def measure_bandwidth(layout: KVLayout, runs: int) -> dict[str, float]:
-    """Seconds of every way to copy COPIED_BLOCKS blocks."""
+def measure_bandwidth(layout: KVLayout, runs: int) -> Iterator[tuple[str, list[float]]]:
+    """(what, [bare s, ours s, ratio, least and greatest ratio]) of COPIED_BLOCKS blocks; medians.
+
+    A repetition is a bare copy and a transfer right after it; the ratio is taken within each.
+    """
     memory = filled_memory(layout)
     together = list(range(COPIED_BLOCKS))
     scattered = list(range(0, 2 * COPIED_BLOCKS, 2))
-    rows: dict[str, list[float]] = {}
-    for checksum in ("auto", "full"):
-        with ends(memory, transport="mooncake", checksum=checksum) as pair:
-            raw = raw_batch(memory, pair.endpoint)
-            raw()
-            transfer_s(pair, together)
-            for _ in range(runs):
-                rows.setdefault("raw Mooncake batch", []).append(raw())
-                name = f"mooncake, checksum {checksum}"
-                rows.setdefault(name, []).append(transfer_s(pair, together))
-                rows.setdefault(f"{name}, scattered blocks", []).append(transfer_s(pair, scattered))
-            del raw
-        with ends(memory, transport="memory", checksum=checksum) as pair:
-            transfer_s(pair, together)
-            for _ in range(runs):
-                rows.setdefault("memcpy", []).append(memcpy_s(memory))
-                rows.setdefault(f"memory, checksum {checksum}", []).append(
-                    transfer_s(pair, together)
+    for transport, checksum in itertools.product(("mooncake", "memory"), ("auto", "full")):
+        if (transport, checksum) == ("mooncake", "full"):
+            continue  # which is what auto stands for
+        with ends(memory, transport=transport, checksum=checksum) as pair:
+            bare = raw_batch(memory, pair.endpoint) if transport == "mooncake" else memcpy(memory)
+            for name, blocks in (("", together), (", no two blocks neighbours", scattered)):
+                rows = []
+                for _ in range(runs + 2):
+                    bare_s = bare(blocks)
+                    ours_s = transfer_s(pair, blocks)
+                    rows.append((bare_s, ours_s, bare_s / ours_s))
+                bare_times, our_times, ratios = zip(*rows[2:], strict=True)
+                yield (
+                    f"{transport}, checksum {checksum}{name}",
+                    [
+                        statistics.median(bare_times),
+                        statistics.median(our_times),
+                        statistics.median(ratios),
+                        min(ratios),
+                        max(ratios),
+                    ],
                 )
+            del bare
     memory.close()
-    return {name: statistics.median(times) for name, times in rows.items()}
 
 
 class Prefiller:
@@ -330,18 +370,22 @@ def main() -> None:
     layout = kv_layout(load_model_config(path), BLOCK_SIZE)
     figures: dict[str, object] = {}
     if arguments.only != "exposed":
-        times = measure_bandwidth(layout, arguments.runs)
-        figures["bandwidth"] = times
         num_bytes = COPIED_BLOCKS * layout.block_bytes_all_layers
-        print(
-            f"{num_bytes / 2**20:.0f} MiB\n\n| | ms | GiB/s | of the bare copy |\n|---|---|---|---|"
-        )
-        for name, seconds in times.items():
-            bare = times["raw Mooncake batch" if "ooncake" in name else "memcpy"]
+        print(f"{num_bytes / 2**20:.0f} MiB, {arguments.runs} repetitions, medians\n")
+        print("| | bare copy ms | transfer ms | GiB/s | of the bare copy | least to greatest |")
+        print("|---|---|---|---|---|---|")
+        bandwidth = {}
+        for name, row in measure_bandwidth(layout, arguments.runs):
+            bandwidth[name] = row
+            bare_s, ours_s, *ratios = row
+            ratio, least, greatest = (100 * value for value in ratios)
             print(
-                f"| {name} | {seconds * 1e3:.0f} | {num_bytes / seconds / 2**30:.2f} "
-                f"| {100 * bare / seconds:.0f} % |"
+                f"| {name} | {bare_s * 1e3:.0f} | {ours_s * 1e3:.0f} "
+                f"| {num_bytes / ours_s / 2**30:.2f} | {ratio:.0f} % "
+                f"| {least:.0f} to {greatest:.0f} % |",
+                flush=True,
             )
+        figures["bandwidth"] = bandwidth
     if arguments.only != "bandwidth":
         print("\n| prompt | TTFT ms | exposed ms, by layer | share | after the end ms | share |")
         print("|---|---|---|---|---|---|")
