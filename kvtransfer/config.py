@@ -33,6 +33,10 @@ class KVTransferConfig:
     """A transfer with work to do (link, grant, bytes) and no progress for this long has failed."""
     transfer_timeout_s: Annotated[float, Gt(0)] = 30.0
     """From finish() to the last byte. Time that the prefiller needs to compute does not count."""
+    abort_patience_s: Annotated[float, Ge(0)] = 0.5
+    """For a write that is under way when its transfer is given up. One that ends in it leaves
+    nothing to wait for; the others cost quarantine_grace_s.
+    """
     backoff_initial_s: Annotated[float, Gt(0)] = 0.05
     """Pause before a failed peer is tried again; doubles with each failure. No peer is banned."""
     backoff_max_s: Annotated[float, Gt(0)] = 1.0

@@ -55,6 +55,7 @@ class RankTransfer:
         self._is_finished = False
         self._is_concluded = False
         self._error = ""
+        self._failed_s = float("inf")
         self._progress_s = time.monotonic()
         self._finish_s = 0.0
         self._checksums: list[dict[int, int]] = [{} for _ in range(layout.num_layers)]
@@ -103,8 +104,9 @@ class RankTransfer:
     def fail(self, reason: str, *, withdrawn: bool = False) -> None:
         """Record the first reason why this transfer cannot succeed, and drop what is queued."""
         with self._lock:
-            self.is_withdrawn = self.is_withdrawn or (withdrawn and not self._error)
-            self._error = self._error or reason or "aborted"
+            if not self._error:
+                self._error, self.is_withdrawn = reason or "aborted", withdrawn
+                self._failed_s = time.monotonic()
             self._pushes.clear()
 
     def grant(self) -> None:
@@ -167,6 +169,11 @@ class RankTransfer:
                 self._error = f"deadline passed while waiting for a {what}"
                 self._pushes.clear()
             return self._error
+
+    def write_deadline_s(self, start_s: float) -> float:
+        """By when a write that began at start_s has to be through, on time.monotonic()."""
+        config = self._config
+        return min(start_s + config.progress_timeout_s, self._failed_s + config.abort_patience_s)
 
     def deadline_s(self) -> float:
         """When find_error has to be asked again, on time.monotonic()."""

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import grpc
 
@@ -357,7 +358,7 @@ class WriterLink:
             def hash_batch() -> None:
                 checksums.extend(planner.checksums(*plan_args, self._checksum_every))
 
-            connection.write(segments, start_s + self._config.progress_timeout_s, hash_batch)
+            connection.write(segments, partial(transfer.write_deadline_s, start_s), hash_batch)
             transfer.record_batch(batch, checksums, connection.num_bytes - before)
             self._report(transfer)
         except (TransferError, ValueError) as error:
@@ -365,7 +366,7 @@ class WriterLink:
             # only when they cannot land any more.
             not_before_s = time.monotonic() + self._config.quarantine_grace_s
             transfer.fail(str(error))
-            self._end(transfer, str(error), not_before_s)
+            self._end(transfer, transfer.find_error(), not_before_s)
         finally:
             self._stats.busy_s += time.monotonic() - start_s
             self._stats.num_bytes += connection.num_bytes - before

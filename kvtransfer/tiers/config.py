@@ -11,7 +11,7 @@ class TierConfig:
     """Tiers of prefix blocks, fastest first; all off by default."""
 
     host_bytes: Annotated[int, Ge(0)] = 0
-    """Host memory of one prefiller for blocks that left its KV cache; 0: none."""
+    """Host memory of one rank of a prefiller for blocks that left its KV cache; 0: none."""
     disk_path: str = ""
     """Folder that all workers of a host share; empty: none. It outlives them."""
     disk_bytes: Annotated[int, Ge(1 << 20)] = 8 << 30

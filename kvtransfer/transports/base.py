@@ -27,12 +27,16 @@ class Connection(Protocol):
     """Written so far, counted as each segment completes."""
 
     def write(
-        self, segments: Sequence[Segment], deadline_s: float, meanwhile: Callable[[], None]
+        self,
+        segments: Sequence[Segment],
+        deadline: Callable[[], float],
+        meanwhile: Callable[[], None],
     ) -> None:
         """Copy all segments; block until the transport reports every one complete.
 
-        deadline_s is on time.monotonic(). meanwhile is called once, if bytes can be on their way
-        without this thread then; it reads the sources.
+        deadline() is on time.monotonic(), and comes closer when the transfer is given up.
+        meanwhile is called once, if bytes can be on their way without this thread then; it reads
+        the sources.
         Raises: TransferError: a segment failed or the deadline passed. Some bytes may have been
         written, and some may be written later: see num_unsettled.
         """

@@ -131,7 +131,10 @@ class HCCLConnection:
         self._pair = Pair(self._backend, self._host, store, WRITER, timeout)
 
     def write(
-        self, segments: Sequence[Segment], deadline_s: float, meanwhile: Callable[[], None]
+        self,
+        segments: Sequence[Segment],
+        deadline: Callable[[], float],
+        meanwhile: Callable[[], None],
     ) -> None:
         """See Connection.write. A segment may be split over several messages."""
         meanwhile()
@@ -139,9 +142,9 @@ class HCCLConnection:
             raise TransferError("a failed write to this peer may still be landing")
         try:
             if self._pair is None:
-                self.open(deadline_s)
+                self.open(deadline())
             for message in _messages(segments):
-                self._write_message(message, deadline_s)
+                self._write_message(message, deadline())
         except RuntimeError as error:
             self._give_up()
             raise TransferError(f"{self._backend} write failed: {error}") from error

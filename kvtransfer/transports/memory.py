@@ -48,7 +48,10 @@ class MemoryConnection:
         del anchor
 
     def write(
-        self, segments: Sequence[Segment], deadline_s: float, meanwhile: Callable[[], None]
+        self,
+        segments: Sequence[Segment],
+        deadline: Callable[[], float],
+        meanwhile: Callable[[], None],
     ) -> None:
         """See Connection.write. Nothing is touched after it returns or raises."""
         if self._mapping.closed:
@@ -71,7 +74,7 @@ class MemoryConnection:
             num_unclocked += num_bytes
             if num_unclocked >= CLOCK_BYTES:
                 num_unclocked = 0
-                if time.monotonic() > deadline_s:
+                if time.monotonic() > deadline():
                     raise TransferError("deadline passed while copying through shared memory")
         meanwhile()
 

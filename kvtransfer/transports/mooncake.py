@@ -64,7 +64,10 @@ class MooncakeConnection:
         """Ids of segments that a failed write left behind."""
 
     def write(
-        self, segments: Sequence[Segment], deadline_s: float, meanwhile: Callable[[], None]
+        self,
+        segments: Sequence[Segment],
+        deadline: Callable[[], float],
+        meanwhile: Callable[[], None],
     ) -> None:
         """See Connection.write."""
         # NOTE: an Ascend device is chosen thread by thread, and whoever calls has one of its own.
@@ -79,12 +82,12 @@ class MooncakeConnection:
                     len(in_flight) >= self._max_segments
                     or in_flight_bytes + segment.num_bytes > self._max_bytes
                 ):
-                    in_flight_bytes -= self._await_oldest(in_flight, deadline_s)
-                in_flight.append((self._submit(segment, deadline_s), segment.num_bytes))
+                    in_flight_bytes -= self._await_oldest(in_flight, deadline)
+                in_flight.append((self._submit(segment, deadline()), segment.num_bytes))
                 in_flight_bytes += segment.num_bytes
             meanwhile()
             while in_flight:
-                self._await_oldest(in_flight, deadline_s)
+                self._await_oldest(in_flight, deadline)
         finally:
             self._unsettled.extend(transfer_id for transfer_id, _ in in_flight)
 
@@ -117,13 +120,15 @@ class MooncakeConnection:
             backoff_s *= 2
         raise TransferError(f"Mooncake does not take segments for {self._address}")
 
-    def _await_oldest(self, in_flight: deque[tuple[int, int]], deadline_s: float) -> int:
+    def _await_oldest(
+        self, in_flight: deque[tuple[int, int]], deadline: Callable[[], float]
+    ) -> int:
         """Wait for the segment submitted first; return its size. It has left in_flight unless the
         deadline passed.
         """
         transfer_id, num_bytes = in_flight[0]
         while (status := self._engine.transfer_check_status(transfer_id)) == PENDING:
-            if time.monotonic() > deadline_s:
+            if time.monotonic() > deadline():
                 raise TransferError(
                     f"deadline passed with {len(in_flight)} segments on the way to {self._address}"
                 )

@@ -41,13 +41,17 @@ class FaultyConnection:
         return self._inner.num_bytes + self._rest
 
     def write(
-        self, segments: Sequence[Segment], deadline_s: float, meanwhile: Callable[[], None]
+        self,
+        segments: Sequence[Segment],
+        deadline: Callable[[], float],
+        meanwhile: Callable[[], None],
     ) -> None:
         meanwhile()
         faults = self._faults
         faults.entered.set()
-        if not faults.gate.wait(max(0.0, deadline_s - time.monotonic())):
-            raise TransferError("deadline passed")
+        while not faults.gate.wait(0.01):
+            if time.monotonic() > deadline():
+                raise TransferError("deadline passed")
         if faults.error:
             raise TransferError(faults.error)
         if faults.drop_writes:
@@ -66,7 +70,7 @@ class FaultyConnection:
             ]
             self._rest += faults.truncate_by
             faults.truncate_by = 0
-        self._inner.write(segments, deadline_s, lambda: None)
+        self._inner.write(segments, deadline, lambda: None)
         if faults.flip_after_write:
             faults.flip_after_write = False
             flipped = ctypes.create_string_buffer(1)
@@ -74,11 +78,11 @@ class FaultyConnection:
             flipped[0] = bytes([flipped.raw[0] ^ 1])
             source = ctypes.addressof(flipped)
             flip = Segment(source, segments[-1].target_address, 1)
-            self._inner.write([flip], deadline_s, lambda: None)
+            self._inner.write([flip], deadline, lambda: None)
 
     def _write_late(self, segments: Sequence[Segment]) -> None:
         before = self._inner.num_bytes
-        self._inner.write(segments, float("inf"), lambda: None)
+        self._inner.write(segments, lambda: float("inf"), lambda: None)
         self._rest -= self._inner.num_bytes - before
 
     def num_unsettled(self) -> int:

@@ -34,6 +34,7 @@ CONFIG = KVTransferConfig(
     quarantine_grace_s=0.2,
     progress_timeout_s=1.5,
     connect_timeout_s=1.0,
+    abort_patience_s=1.0,
 )
 
 

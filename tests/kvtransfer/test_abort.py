@@ -1,7 +1,10 @@
 """Transfers that are given up, by either end and in every phase: who is told what, and when."""
 
+import time
+from dataclasses import replace
+
 from kvtransfer.connector import BlockCopy, KVArrived, KVFailed, KVQuiet
-from tests.kvtransfer.faults import Faults
+from tests.kvtransfer.faults import Faults, faulty
 from tests.kvtransfer.harness import (
     CONFIG,
     ReaderThread,
@@ -132,6 +135,23 @@ def test_cancel_after_arrival_and_of_an_unknown_key_is_quiet() -> None:
         assert reader.next_event() == KVArrived(K)
         reader.receiver.cancel(K)
         assert reader.next_event() == KVQuiet(K)
+
+
+def test_a_cancel_does_not_wait_for_a_write_that_hangs() -> None:
+    faults, reader = Faults(), ReaderThread()
+    config = replace(CONFIG, progress_timeout_s=60.0, abort_patience_s=0.1)
+    writer = Writer(config, transports=faulty(faults))
+    faults.gate.clear()
+    transfer = writer.begin(K, reader.expect(K, [1]))
+    writer.push_all(transfer, [1])
+    assert faults.entered.wait(5)
+    start_s = time.monotonic()
+    reader.receiver.cancel(K)
+    assert writer.next_result().error == "the reader gave up"
+    assert reader.next_event() == KVQuiet(K)
+    assert time.monotonic() - start_s >= CONFIG.quarantine_grace_s
+    writer.close()
+    reader.close()
 
 
 def test_a_failed_write_keeps_the_blocks_until_nothing_can_land(

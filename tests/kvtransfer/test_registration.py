@@ -187,7 +187,7 @@ def test_a_thread_that_writes_takes_the_device_of_the_memory_first() -> None:
     with ThreadPoolExecutor(1) as pool:
         writer = pool.submit(threading.get_ident).result()
         deadline_s = time.monotonic() + 10
-        pool.submit(connection.write, [segment], deadline_s, lambda: None).result()
+        pool.submit(connection.write, [segment], lambda: deadline_s, lambda: None).result()
     assert threads == [writer]
     assert torch.equal(memory.k_caches[1][0], memory.k_caches[0][0])
     connection.close()
