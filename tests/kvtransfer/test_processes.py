@@ -78,7 +78,7 @@ class RemoteReader:
         os.kill(self.process.pid, number)
 
     def _receive(self) -> object:
-        assert self._pipe.poll(20), "the reader process does not answer"
+        assert self._pipe.poll(90), "the reader process does not answer"
         return self._pipe.recv()
 
     def close(self) -> None:
@@ -129,7 +129,7 @@ def test_a_writer_killed_in_a_transfer_fails_it_and_is_quiet_after_the_grace(
     reader = ReaderThread(replace(CONFIG, transport=transport))
     target = reader.expect(K, [1, 2]).SerializeToString()
     process, pipe = spawn(run_writer, transport, target)
-    assert pipe.poll(20)
+    assert pipe.poll(90)
     assert pipe.recv() == "pushed"
     process.kill()
     start_s = time.monotonic()
@@ -155,7 +155,7 @@ def test_blocks_of_a_stopped_writer_stay_in_quarantine_until_it_has_woken() -> N
     relay = Relay(reader.address)
     target = target_through(relay, reader.expect(K, [1, 2])).SerializeToString()
     process, pipe = spawn(run_writer, "memory", target)
-    assert pipe.poll(60)
+    assert pipe.poll(90)
     assert pipe.recv() == "pushed"
     assert process.pid is not None
     os.kill(process.pid, signal.SIGSTOP)
