@@ -248,7 +248,9 @@ def memcpy(memory: KVMemory) -> Callable[[Sequence[int]], float]:
     return copy
 
 
-def measure_bandwidth(layout: KVLayout, runs: int) -> Iterator[tuple[str, list[float]]]:
+def measure_bandwidth(
+    layout: KVLayout, runs: int, transports: Sequence[str]
+) -> Iterator[tuple[str, list[float]]]:
     """(what, [bare s, ours s, ratio, least and greatest ratio]) of COPIED_BLOCKS blocks; medians.
 
     A repetition is a bare copy and a transfer right after it; the ratio is taken within each.
@@ -256,7 +258,7 @@ def measure_bandwidth(layout: KVLayout, runs: int) -> Iterator[tuple[str, list[f
     memory = filled_memory(layout)
     together = list(range(COPIED_BLOCKS))
     scattered = list(range(0, 2 * COPIED_BLOCKS, 2))
-    for transport, checksum in itertools.product(("mooncake", "memory"), ("auto", "full")):
+    for transport, checksum in itertools.product(transports, ("auto", "full")):
         if (transport, checksum) == ("mooncake", "full"):
             continue  # which is what auto stands for
         with ends(memory, transport=transport, checksum=checksum) as pair:
@@ -362,6 +364,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--prompts", type=int, nargs="+", default=PROMPTS)
+    parser.add_argument("--transports", nargs="+", default=["mooncake", "memory"])
     parser.add_argument("--only", choices=["bandwidth", "exposed"])
     parser.add_argument("-o", "--output", type=Path, default=Path("build/bench_transfer.json"))
     arguments = parser.parse_args()
@@ -375,7 +378,7 @@ def main() -> None:
         print("| | bare copy ms | transfer ms | GiB/s | of the bare copy | least to greatest |")
         print("|---|---|---|---|---|---|")
         bandwidth = {}
-        for name, row in measure_bandwidth(layout, arguments.runs):
+        for name, row in measure_bandwidth(layout, arguments.runs, arguments.transports):
             bandwidth[name] = row
             bare_s, ours_s, *ratios = row
             ratio, least, greatest = (100 * value for value in ratios)
