@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
 
-from engine.parallel_config import EplbConfig, MoEComm, MoEExchange
+from engine.parallel_config import EplbConfig, MoEComm, MoEExchange, SharedExperts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +26,12 @@ class DecoderConfig:
     """What carries them between ranks; auto decides at every step, by the numbers of rows."""
     eplb: EplbConfig = field(default_factory=EplbConfig)
     """How the experts' load is balanced over these ranks."""
+    shared_experts: SharedExperts = "replicated"
+    """Experts of every token, with ep above 1: whole on every rank, or split over tp."""
+    shared_experts_beside: bool = False
+    """Compute them, replicated, on a second thread beside dispatch and combine."""
+    sequence_parallel: bool = False
+    """Split the rows of norms and residual over tp in dense models too."""
     layer_sharding: tuple[str, ...] = ()
     """Linears, such as o_proj, that one rank holds for each layer and sends the others ahead."""
     num_threads: Annotated[int, Ge(1), Le(1024)] | None = None

@@ -120,6 +120,15 @@ def shard_layers(model: nn.Module, parallel: Parallel) -> list[ShardedSeries]:
     series = []
     taken: set[int] = set()
     for name in parallel.config.layer_sharding:
+        if parallel.side is not None and name in (
+            "gate_up_proj",
+            "gate_proj",
+            "up_proj",
+            "down_proj",
+        ):
+            raise ValueError(
+                f"layer_sharding of {name} and shared_experts_beside: only one of them"
+            )
         linears = [linear for linear in _named(model, name) if id(linear) not in taken]
         taken |= {id(linear) for linear in linears}
         if not linears:

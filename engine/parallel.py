@@ -7,11 +7,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from engine.collectives import CollectiveCounters, Group, ProcessGroup, SingleGroup
 from engine.parallel_config import ParallelConfig
+from engine.side_thread import SideThread
 from engine.step_plan import StepPlan
 from kernels.experts import ExchangeGroup
 
@@ -37,6 +39,8 @@ class Parallel:
     everyone: ProcessGroup | None = None
     """As world, for the same."""
     counters: CollectiveCounters = field(default_factory=CollectiveCounters)
+    side: SideThread | None = None
+    """For shared experts beside dispatch and combine; None: they come after."""
     step: StepPlan = field(default_factory=StepPlan)
     """Of the forward pass under way."""
 
@@ -85,6 +89,7 @@ def join(
         # HCCL connects a group when it is first used: where nobody uses it, it costs nothing.
         exchange=group("exchange", sharing_experts) if backend == "hccl" else None,
         counters=counters,
+        side=SideThread(torch.get_num_threads()) if config.shared_experts_beside else None,
     )
 
 

@@ -22,6 +22,9 @@ MoEComm = Literal["zero_redundancy", "allreduce", "allgather"]
 MoEExchange = Literal["auto", "all_to_all", "gather"]
 """How rows that no two ranks share get to experts of other ranks; see engine.step_plan."""
 
+SharedExperts = Literal["replicated", "tp"]
+"""Where the experts of every token are: whole on every rank, or split over tp like a dense MLP."""
+
 EplbMode = Literal["off", "static", "dynamic"]
 """Where experts are: in order; as a file says; or where the load of the last steps wants them."""
 
@@ -88,12 +91,20 @@ class ParallelConfig:
     eplb: EplbConfig = EplbConfig()
     """With ep_size above 1."""
 
+    shared_experts: SharedExperts = "replicated"
+    """With ep_size above 1."""
+    shared_experts_beside: bool = False
+    """Compute replicated shared experts on a second thread, beside dispatch and combine."""
     layer_sharding: tuple[str, ...] = ()
     """Linears, by name, that one rank holds for each layer and sends the others a layer ahead."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank is {self.rank}, tp_size * dp_size is {self.world_size}")
+        if self.shared_experts_beside and self.shared_experts == "tp":
+            raise ValueError(
+                "shared_experts_beside takes shared_experts replicated: tp needs collectives"
+            )
         if self.world_size % self.ep_size:
             raise ValueError(
                 f"ep_size is {self.ep_size}, must divide tp_size * dp_size = {self.world_size}"

@@ -215,6 +215,9 @@ def worker_configs(
                 moe_exchange=role.moe_exchange,
                 eplb=role.eplb,
                 layer_sharding=role.layer_sharding,
+                shared_experts=role.shared_experts,
+                shared_experts_beside=role.shared_experts_beside,
+                sequence_parallel=role.sequence_parallel,
             ),
         }
 
@@ -327,6 +330,10 @@ def _check_ranks(config: ServiceConfig) -> list[str]:
             )
         if problem := role.eplb.problem(role.ep):
             problems.append(f"{name}: {problem}")
+        if role.shared_experts_beside and role.shared_experts == "tp":
+            problems.append(
+                f"{name}.shared_experts_beside: shared_experts must be replicated, not tp"
+            )
         if role.layer_sharding and role.num_ranks == 1:
             problems.append(f"{name}.layer_sharding: there is one rank, and tp times dp is 1")
     return problems

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine.collectives import Group
 from engine.parallel import Parallel
+from engine.side_thread import SideThread
 from kernels.experts import ExchangeSizes, ExpertDispatch, GatedExperts, SharedExpert
 from kernels.ops import Ops
 
@@ -40,7 +41,11 @@ class Dispatch(Protocol):
 class AllToAllDispatch:
     """Each row goes to the ranks that hold its experts; ranks may have any number of rows."""
 
-    def __init__(self, group: Group, slots_per_rank: int, ops: Ops) -> None:
+    def __init__(
+        self, group: Group, slots_per_rank: int, ops: Ops, side: SideThread | None = None
+    ) -> None:
+        """side: computes the shared expert meanwhile; None: it comes last."""
+        self._side = side
         self._group = group
         self._slots_per_rank = slots_per_rank
         self._ops = ops
@@ -55,6 +60,9 @@ class AllToAllDispatch:
     ) -> Tensor:
         """See `Dispatch`."""
         size, per_rank = self._group.size, self._slots_per_rank
+        beside = None
+        if shared is not None and self._side is not None:
+            beside = self._side.start(lambda: shared.down(shared.up(x)))
         rows, row_index, sizes = self._ops.moe_init_routing(x, slots, size * per_rank)
         sizes = sizes.view(size, per_rank)  # rows that go to each slot
         ones = [1] * size
@@ -70,6 +78,8 @@ class AllToAllDispatch:
             out[order] = experts(arrived[order], received.sum(dim=0))
         returned = self._group.all_to_all(out, received_counts, sent_counts)
         routed = self._ops.moe_finalize_routing(returned, row_index, topk_weights)
+        if beside is not None:
+            return routed + beside.result()
         return routed if shared is None else routed + shared.down(shared.up(x))
 
 
@@ -104,7 +114,7 @@ def select_dispatch(
 
     Raises: ValueError: the device has them, and they do not take these sizes; says which.
     """
-    all_to_all = AllToAllDispatch(parallel.ep, slots_per_rank, ops)
+    all_to_all = AllToAllDispatch(parallel.ep, slots_per_rank, ops, parallel.side)
     if parallel.exchange is None or not parallel.exchange_rows:
         return all_to_all
     sizes = ExchangeSizes(

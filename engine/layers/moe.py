@@ -68,8 +68,8 @@ def _first_placement(config: MoEConfig, parallel: Parallel) -> ExpertPlacement:
 class MoE(nn.Module):
     """A router and its experts, in the place of an MLP.
 
-    Shared experts are split like a dense MLP with ep_size 1, else whole on every rank, so that they
-    need no collective.
+    Shared experts are split like a dense MLP with ep_size 1, else as `shared_experts` says: whole
+    on every rank, so that they need no collective, or split all the same.
 
     Source: sparsely gated experts (arXiv 1701.06538); softmax before the choice as in GShard
     (arXiv 2006.16668).
@@ -95,6 +95,7 @@ class MoE(nn.Module):
             CorrectionBias(config.num_experts, ops=ops) if config.has_correction_bias else None
         )
         is_dealt_out = parallel.config.ep_size > 1
+        self._sums_shared = is_dealt_out and parallel.config.shared_experts == "tp"
         self._hidden_size = hidden_size
         self.placement = _first_placement(config, parallel)
         """Of this layer's experts over the expert-parallel group."""
@@ -121,7 +122,7 @@ class MoE(nn.Module):
                 config.shared_intermediate_size,
                 bias=False,
                 ops=ops,
-                parallel=Parallel() if is_dealt_out else parallel,
+                parallel=parallel if self._sums_shared or not is_dealt_out else Parallel(),
             )
             if config.shared_intermediate_size
             else None
@@ -164,6 +165,14 @@ class MoE(nn.Module):
         if config.ep_size == 1:
             x = self._rows.gather(x)
             return self._rows.reduce(self._with_shared(x, self.experts(x, *self._route(x))))
+        if self._sums_shared and self.shared_experts is not None:
+            out: Tensor = self._routed(x) + self.shared_experts(x)
+            return out
+        return self._routed(x)
+
+    def _routed(self, x: Tensor) -> Tensor:
+        """With experts over ranks: as `forward`, without shared experts that need collectives."""
+        config = self._parallel.config
         if self._rows.is_scattered or (config.tp_size == 1 and config.moe_comm != "allgather"):
             return self._dispatched(x)
         if config.moe_comm == "allgather":
@@ -178,7 +187,7 @@ class MoE(nn.Module):
         topk_weights, topk_ids = self._route(x)
         self._count(topk_ids)
         slots = self._slots(topk_ids, self._parallel.ep.rank)
-        mlp = self.shared_experts
+        mlp = None if self._sums_shared else self.shared_experts
         shared = None if mlp is None else SharedExpert(mlp.up, mlp.down)
         return self._dispatch(x, topk_weights, slots, self.experts.gated, shared)
 
@@ -233,7 +242,7 @@ class MoE(nn.Module):
         return x[group.rank * count : (group.rank + 1) * count]
 
     def _with_shared(self, x: Tensor, routed: Tensor) -> Tensor:
-        if self.shared_experts is None:
+        if self.shared_experts is None or self._sums_shared:
             return routed
         return routed + self.shared_experts.partial(x)
 

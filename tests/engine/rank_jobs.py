@@ -3,6 +3,7 @@ transformers, which the tests need, takes seconds.
 """
 
 import gc
+import threading
 import zlib
 from pathlib import Path
 
@@ -66,6 +67,20 @@ def greedy(
             logits += rows
         token_ids += [request.token_ids for request in requests]
     return logits, token_ids
+
+
+def shared_threads(parallel: Parallel, folder: Path) -> set[str]:
+    """The threads on which shared experts compute, of one forward pass."""
+    model = load(folder, select_ops("reference"), parallel)
+    names: set[str] = set()
+    for moe in model.modules():
+        if isinstance(moe, MoE) and moe.shared_experts is not None:
+            moe.shared_experts.down_proj.register_forward_hook(
+                lambda *_: names.add(threading.current_thread().name)
+            )
+    cache = PoisonedCache(model, num_blocks=24, block_size=4, parallel=parallel)
+    logits_by_steps(model, cache, [random_token_ids(6, seed=0)], lambda _, left: left)
+    return names
 
 
 def moe_step(parallel: Parallel, x: Tensor) -> tuple[Tensor, dict[str, tuple[int, int]]]:
