@@ -60,13 +60,14 @@ class GEGraph:
 
     def upstream(self, node: Node, through: Sequence[str]) -> list[Node]:
         """All nodes before it that are reached through nodes of the types `through` alone."""
-        found, todo = [], [node]
+        found: dict[str, Node] = {}
+        todo = [node]
         while todo:
             for producer in self.producers(todo.pop()):
-                found.append(producer)
-                if producer.op in through:
+                if producer.name not in found and producer.op in through:
                     todo.append(producer)
-        return found
+                found[producer.name] = producer
+        return list(found.values())
 
     def streams(self) -> dict[str | None, set[str]]:
         """The types of the nodes of each stream label."""

@@ -48,6 +48,19 @@ def rank_graph(
     return ge_graph(step, *arguments)
 
 
+def int8_graph(name: str) -> GEGraph:
+    """The same in W8A8."""
+    model = expert_parallel_model(
+        name,
+        moe_comm="zero_redundancy",
+        num_local_experts=1,
+        quantization="int8",
+        quantizes_activations=True,
+    )
+    step, arguments = decode_step(model, static_batch(model, NUM_SEQS, 1))
+    return ge_graph(step, *arguments)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_decode_step_converts_whole_and_copies_no_cache(name: str) -> None:
     graph = graph_of(name)
@@ -180,6 +193,36 @@ def test_zero_redundancy_moves_rows_once_and_the_classic_path_twice(name: str) -
         assert one.count("MoeDistributeDispatchV2") == one.count("MoeDistributeCombineV2") == sparse
 
 
+@pytest.mark.parametrize("name", SPARSE)
+def test_a_sparse_block_of_scattered_rows_only_routes_dispatches_and_computes(name: str) -> None:
+    for block in sparse_blocks(rank_graph(name)):
+        assert not [op for op in block if op.startswith(("Hcom", "StridedSlice", "Concat"))]
+        assert {"MoeDistributeDispatchV2", "GroupedMatmul", "SwiGlu"} <= set(block)
+    for block in sparse_blocks(rank_graph(name, "allreduce")):
+        assert "StridedSliceV2" in block  # what the other path has, this looks at
+
+
+def sparse_blocks(graph: GEGraph) -> list[list[str]]:
+    """What lies between the norm before each sparse block and its combined rows."""
+    inside = {node.op for node in graph.nodes.values()} - {"AddRmsNorm", "RmsNorm"}
+    combined = graph.of("MoeDistributeCombineV2")
+    assert combined
+    return [[node.op for node in graph.upstream(node, sorted(inside))] for node in combined]
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_experts_on_int8_activations_convert_whole_and_get_their_rows_in_int8(name: str) -> None:
+    graph = int8_graph(name)
+    assert graph.count("GroupedMatmulSwigluQuantV2") == SPARSE[name]
+    assert graph.count("GroupedMatmul") == SPARSE[name]
+    assert graph.count("Cumsum", "TensorMove") == 0
+    for dispatch in graph.of("MoeDistributeDispatchV2"):
+        assert dispatch.attributes["quant_mode"].i == 2
+    for product in graph.of("GroupedMatmulSwigluQuantV2"):
+        assert graph.producers(product)[0].op == "MoeDistributeDispatchV2"
+        assert "Transpose" not in {node.op for node in graph.producers(product)}
+
+
 def test_the_side_stream_has_the_intended_nodes_and_no_communication() -> None:
     graph = rank_graph("deepseek_v3", is_multi_stream=True)
     labelled = graph.streams()
@@ -226,14 +269,56 @@ def tables() -> Iterator[str]:
         "GroupedMatmul": ("GroupedMatmul",),
         "Cumsum": ("Cumsum",),
         "TensorMove": ("TensorMove",),
+        "all, constants and inputs left out": (),
     }
     comms: tuple[MoEComm, MoEComm] = ("allreduce", "zero_redundancy")
     graphs = [rank_graph(name, comm) for name, _ in columns for comm in comms]
     for title, ops in rows.items():
-        yield f"| {title} | " + " | ".join(str(graph.count(*ops)) for graph in graphs) + " |"
+        counts = [graph.count(*ops) if ops else sum(graph.counts().values()) for graph in graphs]
+        yield f"| {title} | " + " | ".join(map(str, counts)) + " |"
+
+
+def weight_table() -> Iterator[str]:
+    """What stands between an expert's weight and its product."""
+    yield "| Weight | Experts a rank | enable_view_optimize | Nodes between |"
+    yield "|---|---|---|---|"
+    for num_experts, is_transposed, optimize, _ in WEIGHT_CASES:
+        graph = expert_weight_graph(
+            num_experts, is_stored_transposed=is_transposed, optimize=optimize
+        )
+        (product,) = graph.of("GroupedMatmul")
+        held = (
+            "transposed once, when loaded (pdserve)" if is_transposed else "as checkpoints have it"
+        )
+        between = ", ".join(stand_between(graph, product)) or "none"
+        yield f"| {held} | {num_experts} | {'on' if optimize else 'off'} | {between} |"
+
+
+def stream_table() -> Iterator[str]:
+    """Nodes with the side stream's label, and all nodes, without and with multi-stream."""
+    graphs = [rank_graph("deepseek_v3", is_multi_stream=on) for on in (False, True)]
+    yield "| DeepSeek-V3, zero_redundancy: nodes | off | on |"
+    yield "|---|---|---|"
+    groups = {
+        "on the side stream: MatMul": "MatMul",
+        "Transpose (of its weights)": "Transpose",
+        "SwiGlu": "SwiGlu",
+        "KvRmsNormRopeCache": "KvRmsNormRopeCache",
+        "Identity (the wait before the down projection)": "Identity",
+        "Hcom\\*, MoeDistribute\\*, GroupedMatmul": ("Hcom", "MoeDistribute", "GroupedMatmul"),
+    }
+    for title, start in groups.items():
+        counts = [
+            sum(n.stream is not None and n.op.startswith(start) for n in graph.nodes.values())
+            for graph in graphs
+        ]
+        yield f"| {title} | {counts[0]} | {counts[1]} |"
+    totals = [sum(graph.counts().values()) for graph in graphs]
+    yield f"| all nodes of the step, constants and inputs left out | {totals[0]} | {totals[1]} |"
 
 
 def test_the_tables_in_the_documentation_are_those_of_the_graphs() -> None:
     text = DOCS.read_text()
-    missing = [line for line in tables() if line not in text]
-    assert not missing, "docs/npu.md lacks:\n" + "\n".join(tables())
+    lines = [*tables(), *weight_table(), *stream_table()]
+    missing = [line for line in lines if line not in text]
+    assert not missing, "docs/npu.md lacks:\n" + "\n".join(lines)
