@@ -63,6 +63,8 @@ class ExpertBalancer:
         check_slots(config.num_experts, eplb.num_redundant_experts, self._group.size)
         if problem := eplb.problem(self._group.size):
             raise ValueError(problem)
+        if self._writes_heat and not Path(eplb.heat_file).absolute().parent.is_dir():
+            raise ValueError(f"eplb.heat_file is {eplb.heat_file}: its folder does not exist")
         if eplb.mode != "off" and eplb.file:
             self._place(Path(eplb.file))
 
@@ -95,7 +97,7 @@ class ExpertBalancer:
         ratios = [imbalance(heat[i], moe.placement) for i, moe in self._layers.items()]
         self.stats.imbalance = sum(ratios) / len(ratios)
         if self._writes_heat:
-            write_heat(Path(self._eplb.heat_file), heat)
+            self._write(heat)
         if self._eplb.mode != "dynamic":
             return
         if self._group.rank == 0:
@@ -103,6 +105,12 @@ class ExpertBalancer:
         if self._fixed is None:
             self._fixed = self._find_fixed()
         self._left.extend((i, list(heat[i])) for i in self._layers if i not in self._fixed)
+
+    def _write(self, heat: Heat) -> None:
+        try:
+            write_heat(Path(self._eplb.heat_file), heat)
+        except OSError as error:  # such as a full disk; requests are not to suffer from it
+            _log.warning("eplb.heat_file could not be written: %s", error)
 
     def _take_heat(self) -> Heat:
         """Of all ranks, since the last look."""

@@ -13,10 +13,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from engine.collectives import SingleGroup
+from engine.config import MoEConfig
+from engine.expert_balancer import ExpertBalancer
 from engine.expert_files import read_placements, write_heat, write_placements
 from engine.expert_placement import ExpertPlacement, SlotTable, moves
 from engine.expert_planner import imbalance, near, plan
-from engine.parallel_config import EplbConfig
+from engine.parallel import Parallel
+from engine.parallel_config import EplbConfig, ParallelConfig
 from tests.engine.rank_jobs import balanced_logits
 from tests.engine.ranks import Ranks
 from tests.engine.tiny import tiny_hf
@@ -111,6 +115,34 @@ def test_files_that_do_not_fit_are_refused_with_the_layer(tmp_path: Path) -> Non
         path.write_text(text)
         with pytest.raises(ValueError, match=problem):
             read_placements(path, [1], **sizes)
+
+
+class TwoRanks(SingleGroup):
+    size = 2
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"heat_file": "/none/heat.json"}, "its folder does not exist"),
+        ({"mode": "dynamic", "num_nodes": 3}, "num_nodes is 3: must divide ep"),
+        ({"mode": "dynamic", "num_redundant_experts": 5}, "sum is not a multiple of ep_size 2"),
+        ({"mode": "dynamic", "num_redundant_experts": 18}, "at most 16: one copy of 16 experts"),
+    ],
+)
+def test_settings_that_do_not_fit_the_model_or_the_ranks_are_refused(
+    options: dict[str, Any], problem: str
+) -> None:
+    config = MoEConfig(
+        num_experts=NUM_EXPERTS,
+        num_experts_per_tok=2,
+        intermediate_size=16,
+        norm_topk_prob=True,
+        layers=frozenset({0}),
+    )
+    spread = ParallelConfig(dp_size=2, ep_size=2, eplb=EplbConfig(**options))
+    with pytest.raises(ValueError, match=problem):
+        ExpertBalancer({}, config, Parallel(config=spread, ep=TwoRanks()))
 
 
 @pytest.fixture(scope="module")
