@@ -42,7 +42,7 @@ def _is_ready(info: Info) -> bool:
 
 
 def _ranks() -> list[psutil.Process]:
-    return [p for p in psutil.process_iter(["name"]) if "RankActor" in (p.info["name"] or "")]
+    return [p for p in psutil.Process().children(recursive=True) if "RankActor" in p.name()]
 
 
 def _groups(name: str) -> list[dict[str, Any]]:
