@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer
 
 from protos import worker_pb2, worker_pb2_grpc
-from protos.block_hash import block_salt, hash_blocks
+from protos.block_hash import block_salt, hash_blocks, kv_identity
 from proxy.adapters import Adapters
 from proxy.config import ProxyConfig
 from tests.engine.test_adapters import merge, write_adapter
@@ -56,7 +56,7 @@ def assert_blocks_are_named_as_a_proxy_names_them(
     )
     known = Adapters(config)
     known.changed(("decoder-0", 1), changed)
-    identity = f"{hello.model}/{hello.layout.weights}"
+    identity = kv_identity(hello.model, hello.layout)
     for adapter in ("", name):
         salt = block_salt(identity, known.key(adapter), "")
         for block_hash in hash_blocks(prompt, hello.layout.block_size, salt):
