@@ -33,7 +33,10 @@ def serve_decode(start: Start) -> Iterator[DecodeLoop]:
     config = start.config
     with ExitStack() as stack:
         make_forward = graph_forward(
-            config.graph_mode, start.report, multiple_of=config.parallel.tp_size
+            config.graph_mode,
+            start.report,
+            multiple_of=config.parallel.tp_size,
+            cache_key=config.graph_key,
         )
         engine = build_engine(
             start, worker_pb2.ROLE_DECODER, config.transfer.transport, make_forward

@@ -70,12 +70,13 @@ class GraphBackend(Protocol):
 
 
 def select_backend(
-    mode: str, ops: Ops, model: CausalLM, *, multiple_of: int = 1
+    mode: str, ops: Ops, model: CausalLM, *, multiple_of: int = 1, cache_key: str = ""
 ) -> GraphBackend | None:
     """The backend for a graph_mode; None for eager. `auto` takes what suits the ops.
 
     multiple_of: what batch sizes of graphs are multiples of, so that rows can be scattered over so
     many ranks without a remainder.
+    cache_key: of graphs that are kept on disk; see `WorkerConfig.graph_key`.
 
     Raises: ValueError: the mode is unknown, or not for these ops.
     """
@@ -93,7 +94,9 @@ def select_backend(
     # NOTE: imported here because torch_npu exists on Ascend hosts alone.
     module = importlib.import_module("decoder.graph_npu")
     if mode == "torchair":
-        compiled: GraphBackend = module.TorchairBackend(model, multiple_of=multiple_of)
+        compiled: GraphBackend = module.TorchairBackend(
+            model, multiple_of=multiple_of, cache_key=cache_key
+        )
         return compiled
     captured: GraphBackend = module.AclGraphBackend(ops, multiple_of=multiple_of)
     return captured
@@ -161,11 +164,13 @@ class GraphRunner:
         return "" if len(batch.input_ids) <= self._sizes[-1] else "batch is too large"
 
 
-def graph_forward(mode: str, report: Report, *, multiple_of: int = 1) -> MakeForward:
+def graph_forward(
+    mode: str, report: Report, *, multiple_of: int = 1, cache_key: str = ""
+) -> MakeForward:
     """A GraphRunner with everything captured, for `build_engine`. See `select_backend`."""
 
     def make(model: CausalLM, ops: Ops, memory: ForwardMemory) -> GraphRunner:
-        backend = select_backend(mode, ops, model, multiple_of=multiple_of)
+        backend = select_backend(mode, ops, model, multiple_of=multiple_of, cache_key=cache_key)
         graphs = GraphRunner(model, memory, backend)
         graphs.capture(report)
         return graphs

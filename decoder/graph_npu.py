@@ -152,12 +152,15 @@ class TorchairBackend:
         *,
         multiple_of: int = 1,
         cache_folder: Path = _CACHE,
+        cache_key: str = "",
         settings: TorchairSettings | None = None,
     ) -> None:
+        """cache_key: what graphs depend on besides the model's config, versions and the rank."""
         self._step = DecodeStep(model)
         self._settings = settings or settings_of(self._step)
         self._multiple_of = multiple_of
-        self._folder = cache_folder / _digest(model)
+        self.folder = cache_folder / _digest(model, cache_key)
+        """Where compiled graphs are kept."""
         self.num_compiles = 0
 
     def batch_sizes(self, max_num_seqs: int) -> Sequence[int]:
@@ -168,12 +171,12 @@ class TorchairBackend:
 
     def capture(self, forward: ForwardFn, batch: Batch) -> Callable[[], Tensor]:
         """See `GraphBackend.capture`; `forward` is the model. Compiles, or loads from disk."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         compiled = cache_compile(
             self._step.method(len(batch.input_ids)),
             config=self._settings.config(),
             dynamic=False,
-            cache_dir=str(self._folder),
+            cache_dir=str(self.folder),
             ge_cache=True,
         )
         arguments = step_arguments(batch)
@@ -190,10 +193,11 @@ class TorchairBackend:
         return replay
 
 
-def _digest(model: CausalLM) -> str:
-    """Names what a compiled graph depends on and TorchAir's own key does not have."""
+def _digest(model: CausalLM, cache_key: str) -> str:
+    """Names what a compiled graph depends on and TorchAir's own key, which has ranks, has not."""
     versions = (torch.__version__, torch_npu.__version__)
-    return hashlib.sha256(repr((model.config, versions)).encode()).hexdigest()[:16]
+    parts = repr((model.config, cache_key, versions))
+    return hashlib.sha256(parts.encode()).hexdigest()[:16]
 
 
 @dataclass(slots=True)

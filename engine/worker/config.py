@@ -9,6 +9,24 @@ from kernels.ascend.environment import HCCLConfig
 from kvtransfer.config import KVTransferConfig
 from kvtransfer.tiers.config import TierConfig
 
+_NOT_IN_GRAPHS = frozenset(
+    {
+        "engine_id",
+        "model_name",
+        "host",
+        "cluster_token",
+        "max_num_waiting",
+        "num_threads",
+        "max_threads",
+        "cores_folder",
+        "rank_timeout_s",
+        "hccl",
+        "lease_s",
+        "transfer",
+        "tiers",
+    }
+)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerConfig:
@@ -86,6 +104,16 @@ class WorkerConfig:
         if not parallel.has_even_rows:
             num_tokens = max(num_tokens, self.max_num_batched_tokens)
         return -(-num_tokens // parallel.tp_size)
+
+    @property
+    def graph_key(self) -> str:
+        """Equal for workers whose decode steps are computed alike, the model's files being equal.
+
+        A graph compiled for one is right for another of the same key and rank: sizes of the cache
+        and of ranks, how experts are reached and how weights are held are constants in it.
+        """
+        values = {k: v for k, v in asdict(self).items() if k not in _NOT_IN_GRAPHS}
+        return json.dumps(values, sort_keys=True)
 
     def to_json(self) -> str:
         """The configuration as text, for the actor's constructor."""

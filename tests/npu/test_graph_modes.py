@@ -7,6 +7,7 @@ what was recorded, with the lengths that each task was last given.
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,10 @@ from decoder.graph_npu import (
 from decoder.graph_sizes import plan_sizes
 from engine.colocated import ColocatedEngine
 from engine.models import CausalLM
+from engine.parallel_config import ParallelConfig
 from engine.runner import ForwardMemory
 from engine.scheduler import SchedulerConfig
+from engine.worker.config import WorkerConfig
 from kernels.npu import NpuOps
 from tests.npu.expert_parallel import expert_parallel_model
 from tests.npu.fake_npu import FakeNpu
@@ -165,6 +168,27 @@ def test_every_replay_gives_attention_its_lengths_before_the_graph_waits_for_the
     assert re.fullmatch(f"({capture}){{2}}({replay})+", record)
     pools = re.findall(r"capture \d on stream 0, pool (\w+)", record)
     assert pools == ["None", "pool"]
+
+
+def test_graphs_on_disk_are_those_of_workers_that_compute_alike() -> None:
+    model = family("qwen3", npu_ops())
+
+    def folder(**changes: Any) -> Path:
+        config = WorkerConfig(engine_id="decoder-0", model_path="m", model_name="m")
+        key = replace(config, **changes).graph_key
+        return TorchairBackend(model, cache_key=key).folder
+
+    alike = [folder(), folder(engine_id="decoder-1", host="10.0.0.2", cluster_token="secret")]
+    assert len(set(alike)) == 1
+    others = [
+        folder(quantization="int8"),
+        folder(num_blocks=8),
+        folder(max_num_seqs=8),
+        folder(parallel=ParallelConfig(tp_size=2)),
+        folder(parallel=ParallelConfig(tp_size=2, ep_size=2)),
+        folder(parallel=ParallelConfig(tp_size=2, ep_size=2, moe_comm="allreduce")),
+    ]
+    assert len({*alike, *others}) == 1 + len(others)
 
 
 def test_a_method_per_size_has_a_name_of_its_own() -> None:
