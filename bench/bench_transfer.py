@@ -233,10 +233,9 @@ def memcpy(memory: KVMemory) -> Callable[[Sequence[int]], float]:
     """A function that copies the same bytes within this process, run by run, into warm pages."""
     target = ctypes.create_string_buffer(memory.num_bytes)
     ctypes.memset(target, 1, len(target))
-    to = ctypes.addressof(target)
 
     def copy(blocks: Sequence[int]) -> float:
-        runs = runs_of(blocks)
+        runs, to = runs_of(blocks), ctypes.addressof(target)
         started_s = time.monotonic()
         for region in memory.regions:
             for first, count in runs:
