@@ -12,7 +12,7 @@ import ctypes
 import mmap
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -107,17 +107,13 @@ class KVMemory:
         """As k_caches; with MLA the rope part."""
         self.regions = self._carve(storage, alignment)
         """By layer, then part: region len(parts) * layer_idx + part index."""
-
-    @property
-    def paged(self) -> tuple[list[KVCache], list[KVCache]]:
-        """k_caches and v_caches as attention takes them: with their scales, if they have any."""
-        if not self.layout.scale_dtype:
-            return list(self.k_caches), list(self.v_caches)
-        k, v, k_scales, v_scales = self.caches
-        return (
-            [QuantizedCache(*parts) for parts in zip(k, k_scales, strict=True)],
-            [QuantizedCache(*parts) for parts in zip(v, v_scales, strict=True)],
+        self._quantized = self._with_scales()
+        self.paged: tuple[Sequence[KVCache], Sequence[KVCache]] = (
+            (self._quantized[0], self._quantized[1])
+            if self._quantized
+            else (self.k_caches, self.v_caches)
         )
+        """k_caches and v_caches as attention takes them: with their scales, if they have any."""
 
     @property
     def view(self) -> memoryview:
@@ -190,6 +186,8 @@ class KVMemory:
             self.fd = None
         for caches in self.caches:
             caches.clear()
+        for quantized in self._quantized:
+            quantized.clear()
         if self._mapping is None:
             return
         try:
@@ -198,6 +196,16 @@ class KVMemory:
         except BufferError:
             # NOTE: a caller still holds a tensor; unmapping under it would crash the process.
             pass
+
+    def _with_scales(self) -> list[list[QuantizedCache]]:
+        """Of k_caches and v_caches; empty: they are in floats."""
+        if not self.layout.scale_dtype:
+            return []
+        half = len(self.caches) // 2
+        return [
+            [QuantizedCache(*tensors) for tensors in zip(values, scales, strict=True)]
+            for values, scales in zip(self.caches[:half], self.caches[half:], strict=True)
+        ]
 
     def _carve(self, storage: Tensor, alignment: int) -> tuple[RegisteredRegion, ...]:
         layout = self.layout

@@ -20,11 +20,13 @@ from transformers import DynamicCache, PreTrainedModel
 from decoder.graph import GraphRunner
 from decoder.native_graph import NativeBackend
 from engine.colocated import ColocatedEngine
+from engine.kv_layout import kv_layout
 from engine.models import CausalLM
 from engine.request import Request
 from engine.runner import ForwardMemory
 from engine.scheduler import SchedulerConfig
 from kernels.ops import Ops, select_ops
+from protos.block_hash import block_salt, hash_blocks, kv_identity
 from tests.engine.steps import logits_of_requests
 from tests.engine.test_deepseek import tiny_deepseek
 from tests.engine.test_llama import chunks_of_five, token_by_token, uneven, whole
@@ -175,6 +177,15 @@ def test_tokens_do_not_depend_on_preemption_prefix_hits_or_graphs(cpu: Ops, tmp_
     tokens, _, (graphs,) = _generate(model, cpu, num_blocks=200, has_graphs=True)
     assert graphs.stats.num_replays > 20
     assert tokens == expected
+
+
+def test_the_same_tokens_have_another_hash_in_an_int8_cache(cpu: Ops, tmp_path: Path) -> None:
+    model = from_hf(tiny_hf_llama(), tmp_path, cpu)
+    hashes = [
+        hash_blocks([1, 2, 3, 4], 2, block_salt(kv_identity("model", layout.to_proto()), "", ""))
+        for layout in (kv_layout(model.config, 2, dtype=dtype) for dtype in ("float32", "int8"))
+    ]
+    assert not set(hashes[0]) & set(hashes[1])
 
 
 def test_perplexity_of_the_packaged_model_is_within_one_percent_of_floats(cpu: Ops) -> None:

@@ -154,6 +154,10 @@ def test_scales_are_parts_beside_the_values() -> None:
     assert [region.part for region in memory.regions[:4]] == ["k", "v", "k_scale", "v_scale"]
     assert memory.caches[3][2].shape == (5, 2, 8, 1)
     assert memory.caches[3][2].dtype == torch.float32
+    k_caches, v_caches = memory.paged
+    k_caches[1].scale[2] = 5.0
+    assert torch.equal(memory.caches[2][1][2], torch.full((2, 8, 1), 5.0))
+    assert v_caches[1].values.data_ptr() == memory.v_caches[1].data_ptr()
     assert memory.layout.block_bytes_all_layers == 3 * 2 * (2 * 8 * 16 + 2 * 8 * 4)
     memory.close()
 

@@ -1,10 +1,12 @@
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from kvtransfer.layout import KVLayout
 from kvtransfer.registration import KVMemory
 from kvtransfer.tiers.base import Tier, TierStack
 from kvtransfer.tiers.blocks import gather_block, scatter_block
@@ -150,12 +152,17 @@ def test_a_stack_finds_the_fastest_place_of_every_block_up_to_a_gap(tmp_path: Pa
     assert stack.missing(hashes[0]) == []
 
 
-def test_a_block_of_the_cache_goes_out_and_comes_back_in_every_layer() -> None:
-    memory = KVMemory.allocate(LAYOUT, 4)
+@pytest.mark.parametrize(
+    "layout",
+    [LAYOUT, replace(LAYOUT, dtype="int8", scale_dtype="float32")],
+    ids=lambda layout: layout.dtype,
+)
+def test_a_block_of_the_cache_goes_out_and_comes_back_in_every_part(layout: KVLayout) -> None:
+    memory = KVMemory.allocate(layout, 4)
     for caches in memory.caches:
         for cache in caches:
-            cache.copy_(torch.randn(cache.shape))
-    buffer = memoryview(bytearray(LAYOUT.block_bytes_all_layers))
+            cache.copy_(30 * torch.randn(cache.shape))
+    buffer = memoryview(bytearray(layout.block_bytes_all_layers))
     gather_block(memory, 1, buffer)
     scatter_block(memory, 3, buffer)
     for caches in memory.caches:
