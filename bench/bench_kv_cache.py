@@ -44,7 +44,7 @@ def bench_decode(model: str, threads: int, rounds: int) -> dict[str, float]:
         name: BenchEngine(model, threads, kv_cache_dtype=dtype, kv_cache_bytes=CACHE_BYTES)
         for name, dtype in DTYPES.items()
     }
-    held = {name: engine.engine.blocks.num_blocks for name, engine in engines.items()}
+    held = {name: engine.engine.hello.num_blocks for name, engine in engines.items()}
     print(f"blocks in {CACHE_BYTES >> 20} MiB: {held}, {held['int8'] / held['float32']:.2f}x\n")
 
     def run(batch: int, context: int) -> dict[str, Callable[[], float]]:
@@ -57,6 +57,7 @@ def bench_decode(model: str, threads: int, rounds: int) -> dict[str, float]:
     return {f"{name} blocks": float(n) for name, n in held.items()} | _table(run, rounds)
 
 
+@torch.inference_mode()
 def bench_attention(model: str, threads: int, rounds: int) -> dict[str, float]:
     """Median ms of the attention of all layers of a decode step; printed as a table."""
     torch.set_num_threads(threads)
@@ -150,5 +151,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with torch.inference_mode():
-        main()
+    main()
