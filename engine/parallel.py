@@ -28,6 +28,10 @@ class Parallel:
     """Ranks of the same tp_rank."""
     ep: Group = field(default_factory=SingleGroup)
     world: Group = field(default_factory=SingleGroup)
+    fused_tp: ExchangeGroup | None = None
+    """The ranks of `tp`, for operators of the device that communicate themselves; None: it has
+    none.
+    """
     exchange: ExchangeGroup | None = None
     """The ranks of `ep` once more, for operators of the device alone; None: it has none."""
     exchange_rows: int = 0
@@ -72,22 +76,24 @@ def join(
                 mine = ProcessGroup(name, made, counters)
         return mine
 
+    has_device = "hccl" in backend
     world, tp, ep = range(config.world_size), config.tp_size, config.ep_size
     sharing_experts = [tuple(r for r in world if r // ep == i // ep) for i in world]
     alike = [tuple(r for r in world if r % tp == i % tp) for i in world]
     # NOTE: groups of their own. What goes on beside a step must not be mixed up with its calls.
     shards = bool(config.layer_sharding)
+    sharing_layers = group("tp", (tuple(r for r in world if r // tp == i // tp) for i in world))
     return Parallel(
         config=config,
-        tp=group("tp", (tuple(r for r in world if r // tp == i // tp) for i in world))
-        or SingleGroup(),
+        tp=sharing_layers or SingleGroup(),
+        fused_tp=sharing_layers if has_device else None,
         dp=group("dp", alike) or SingleGroup(),
         ep=group("ep", sharing_experts) or SingleGroup(),
         world=group("world", [tuple(world)]) or SingleGroup(),
         copies=group("copies", alike) if shards else None,
         everyone=group("everyone", [tuple(world)]) if shards else None,
         # HCCL connects a group when it is first used: where nobody uses it, it costs nothing.
-        exchange=group("exchange", sharing_experts) if backend == "hccl" else None,
+        exchange=group("exchange", sharing_experts) if has_device else None,
         counters=counters,
         side=SideThread(torch.get_num_threads()) if config.shared_experts_beside else None,
     )

@@ -20,6 +20,7 @@ from torch.nn import functional
 from kernels.ascend import attention, mla, routing, sampling
 from kernels.ascend.attention import AttentionCall, Launch
 from kernels.ascend.cache import write_rows
+from kernels.ascend.collective_linear import GatheredProduct, ReduceScatteredProduct, fits
 from kernels.ascend.experts import ExpertGroup, NpuExpertDispatch
 from kernels.ascend.gated import NpuInt8Experts
 from kernels.ascend.hccl import ExpertExchange, Product, buffer_mib_of, product_of
@@ -31,6 +32,8 @@ from kernels.ascend.linear import (
     NpuQuantizedLinear,
     frozen,
 )
+from kernels.ascend.options import DEFAULT_OPTIONS, NpuOptions
+from kernels.ascend.prolog import NpuLatentProlog
 from kernels.experts import (
     ExchangeGroup,
     ExchangeSizes,
@@ -40,7 +43,8 @@ from kernels.experts import (
 )
 from kernels.gating import Gating
 from kernels.kv_cache import KVCache, floats_of
-from kernels.ops import GroupedLinear, Ops
+from kernels.latent import LatentWeights
+from kernels.ops import GroupedLinear, Linear, Ops, RowProduct
 from kernels.quantized import QuantizedWeight
 
 # NOTE: TorchAir defines these operators when it is first asked for them; within a trace that is too
@@ -59,6 +63,7 @@ class NpuOps:
     """
 
     name = "npu"
+    collectives = "cpu:gloo,npu:hccl"
     num_spare_blocks = 1
     samples_on_device = True
     max_top_k = sampling.MAX_TOP_K
@@ -68,23 +73,19 @@ class NpuOps:
         *,
         device: torch.device,
         dtype: torch.dtype = torch.bfloat16,
-        quantizes_activations: bool = False,
-        is_multi_stream: bool = False,
+        options: NpuOptions = DEFAULT_OPTIONS,
         product: Product | None = None,
         buffer_mib: int | None = None,
     ) -> None:
         """dtype: of weights, activations and caches. float32 is for checks without an NPU.
 
-        quantizes_activations: int8 weights meet int8 activations (W8A8), else floats (W8A16).
-        is_multi_stream: compiled graphs have a side stream for what waits for nothing.
         product: None has no operators that reach experts on other ranks.
         buffer_mib: HCCL's, of every communicator; None leaves it unchecked.
         """
         self.device = device
         self.dtype = dtype
         self.cache_dtype = str(dtype).removeprefix("torch.")
-        self.is_multi_stream = is_multi_stream
-        self._quantizes_activations = quantizes_activations
+        self.options = options
         self._product = product
         self._buffer_mib = buffer_mib
         self._mask = attention.causal_mask(device)
@@ -113,8 +114,30 @@ class NpuOps:
             self._launch = saved
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> NpuLinear:
-        """Bring the weight to the device."""
-        return NpuLinear(self.parameter(weight), None if bias is None else self.parameter(bias))
+        """Bring the weight to the device, and into the layout that products read fastest."""
+        return self._linear(self.parameter(weight), bias)
+
+    def vocabulary(self, weight: Tensor) -> NpuLinear:
+        """Bring the weight to the device as it is."""
+        return NpuLinear(self.parameter(weight), None)
+
+    def _linear(self, weight: Tensor, bias: Tensor | None) -> NpuLinear:
+        bias = None if bias is None else self.parameter(bias)
+        return NpuLinear(weight, bias, is_nz=not self.options.fuse_collectives)
+
+    def reduce_scattered(self, linear: Linear, group: ExchangeGroup) -> RowProduct | None:
+        """See `Ops.reduce_scattered`."""
+        if not (self.options.fuse_collectives and fits(linear)):
+            return None
+        assert isinstance(linear, NpuLinear)
+        return ReduceScatteredProduct(linear, group)
+
+    def gathered(self, linear: Linear, group: ExchangeGroup) -> RowProduct | None:
+        """See `Ops.gathered`."""
+        if not (self.options.fuse_collectives and fits(linear)):
+            return None
+        assert isinstance(linear, NpuLinear)
+        return GatheredProduct(linear, group)
 
     def grouped_linear(self, weight: Tensor) -> NpuGroupedLinear:
         """Transpose the weight once, on the device."""
@@ -127,11 +150,11 @@ class NpuOps:
         weight = self._placed(weight)
         if bias is not None:
             bias = self.parameter(bias)
-        if self._quantizes_activations and weight.is_int8_per_row:
+        if self.options.quantize_activations and weight.is_int8_per_row:
             return NpuInt8Linear(weight, bias, dtype=self.dtype)
         if NpuQuantizedLinear.fits(weight):
             return NpuQuantizedLinear(weight, bias, dtype=self.dtype)
-        return NpuLinear(self.parameter(weight.dequantize()), bias)
+        return self._linear(self.parameter(weight.dequantize()), bias)
 
     def quantized_vocabulary(self, weight: QuantizedWeight) -> NpuLinear:
         """In floats: a vocabulary has more outputs than the quantised operators take."""
@@ -146,7 +169,7 @@ class NpuOps:
                 torch.stack([weight.values for weight in weights]).to(self.device),
                 torch.stack([weight.scale[:, 0] for weight in weights]).to(self.device),
                 dtype=self.dtype,
-                quantizes_activations=self._quantizes_activations,
+                quantizes_activations=self.options.quantize_activations,
             )
         return self.grouped_linear(torch.stack([weight.dequantize() for weight in weights]))
 
@@ -191,7 +214,7 @@ class NpuOps:
                 sizes=exchange,
                 is_even=sizes.is_even,
             ),
-            is_multi_stream=self.is_multi_stream,
+            is_multi_stream=self.options.multi_stream,
         )
 
     def moe_gating_topk_softmax(self, router_logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -338,8 +361,14 @@ class NpuOps:
             floats_of(rope_cache),
             slot_mapping,
             eps,
-            is_beside=self.is_multi_stream,
+            is_beside=self.options.multi_stream,
         )
+
+    def latent_prolog(self, weights: LatentWeights) -> NpuLatentProlog | None:
+        """One operator, for models of the widths that it takes."""
+        if not (self.options.mla_prolog and NpuLatentProlog.fits(weights)):
+            return None
+        return NpuLatentProlog(weights)
 
     def head_matmul(self, x: Tensor, weight: Tensor) -> Tensor:
         """See `Ops.head_matmul`."""
@@ -415,7 +444,7 @@ class NpuOps:
         return self._launch(call).view(shape)
 
 
-def load() -> Ops:
+def load(options: NpuOptions) -> Ops:
     """The ops on this process's current NPU.
 
     Raises: RuntimeError: there is no NPU that torch_npu can use.
@@ -427,6 +456,7 @@ def load() -> Ops:
     torch_npu.npu.set_compile_mode(jit_compile=False)
     return NpuOps(
         device=torch.device("npu", torch_npu.npu.current_device()),
+        options=options,
         product=product_of(torch_npu.npu.get_device_name()),
         # HCCL takes it from this process's environment and from nowhere else.
         buffer_mib=buffer_mib_of(os.environ),

@@ -6,17 +6,19 @@ operators.
 
 import importlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from kernels.ascend.options import DEFAULT_OPTIONS, NpuOptions
 from kernels.cpu.build import BuildError
 from kernels.cpu.ops import load
 from kernels.experts import ExchangeGroup, ExchangeSizes, ExpertDispatch, GatedExperts
 from kernels.gating import Gating
 from kernels.kv_cache import KVCache
+from kernels.latent import LatentProlog, LatentWeights
 from kernels.packed import PackedWeight
 from kernels.quantized import QuantizedWeight
 from kernels.reference import ReferenceOps
@@ -47,6 +49,10 @@ class Linear(Protocol):
     def packed(self) -> PackedWeight:
         """What it computes with; not a copy."""
         ...
+
+
+RowProduct = Callable[[Tensor], Tensor]
+"""x [T, in_features] -> [T', out_features]."""
 
 
 @runtime_checkable
@@ -84,6 +90,9 @@ class Ops(Protocol):
     cache_dtype: str
     """Of caches; a key of kvtransfer.layout.DTYPE_BYTES."""
 
+    collectives: str
+    """Backend of torch.distributed that groups of ranks use."""
+
     samples_on_device: bool
     """Whether logits stay on the device, where that suffices, and only tokens come to the host."""
 
@@ -103,6 +112,25 @@ class Ops(Protocol):
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """Pack weight [out, in] (and bias [out]) once; the result is called in every step."""
+        ...
+
+    def vocabulary(self, weight: Tensor) -> Linear:
+        """Pack weight [vocab, hidden] once; its rows are looked up too."""
+        ...
+
+    def reduce_scattered(self, linear: Linear, group: ExchangeGroup) -> RowProduct | None:
+        """The product and the scatter of its sum over the group as one; None: they are two.
+
+        x: [size * n, in_features], of this backend's `linear` -> [n, out_features].
+        Raises: ValueError: a group that the device's operator does not take.
+        """
+        ...
+
+    def gathered(self, linear: Linear, group: ExchangeGroup) -> RowProduct | None:
+        """The gather of all ranks' rows and their product as one; None: they are two.
+
+        x: [n, in_features] -> [size * n, out_features]. Raises as `reduce_scattered`.
+        """
         ...
 
     def grouped_linear(self, weight: Tensor) -> GroupedLinear:
@@ -273,6 +301,10 @@ class Ops(Protocol):
         """
         ...
 
+    def latent_prolog(self, weights: LatentWeights) -> LatentProlog | None:
+        """A decode step's work up to latent attention as one; None: it is done op by op."""
+        ...
+
     def head_matmul(self, x: Tensor, weight: Tensor) -> Tensor:
         """A matrix per head: x [T, H, A], weight [H, A, B] -> [T, H, B], any strides.
 
@@ -349,8 +381,8 @@ class Ops(Protocol):
         ...
 
 
-def select_ops(name: str) -> Ops:
-    """The backend called `name`: auto, reference, cpu or npu.
+def select_ops(name: str, npu: NpuOptions = DEFAULT_OPTIONS) -> Ops:
+    """The backend called `name`: auto, reference, cpu or npu. npu: for that one alone.
 
     `auto` takes cpu, else reference with a logged reason.
 
@@ -362,7 +394,7 @@ def select_ops(name: str) -> Ops:
     if name == "reference":
         return ReferenceOps()
     if name == "npu":
-        return _load_npu()
+        return _load_npu(npu)
     try:
         return load()
     except (BuildError, OSError) as error:
@@ -372,11 +404,11 @@ def select_ops(name: str) -> Ops:
         return ReferenceOps()
 
 
-def _load_npu() -> Ops:
+def _load_npu(options: NpuOptions) -> Ops:
     try:
         # NOTE: imported here because torch_npu exists on Ascend hosts alone.
         module = importlib.import_module("kernels.npu")
     except (ImportError, OSError) as error:
         raise RuntimeError(f"kernels backend npu cannot be loaded: {error}") from error
-    ops: Ops = module.load()
+    ops: Ops = module.load(options)
     return ops

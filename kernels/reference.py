@@ -11,6 +11,7 @@ from kernels import mla
 from kernels.experts import ExchangeGroup, ExchangeSizes, ExpertsByParts, GroupedProduct
 from kernels.gating import Gating
 from kernels.kv_cache import KVCache, read_blocks, write_rows
+from kernels.latent import LatentWeights
 from kernels.narrowing import top_k_top_p
 from kernels.packed import PackedWeight
 from kernels.quantized import QuantizedWeight
@@ -111,6 +112,7 @@ class ReferenceOps:
     num_spare_blocks = 0
     device = torch.device("cpu")
     cache_dtype = "float32"
+    collectives = "gloo"
     samples_on_device = False
     max_top_k = 2**31 - 1
 
@@ -133,6 +135,16 @@ class ReferenceOps:
     def quantized_vocabulary(self, weight: QuantizedWeight) -> ReferenceQuantizedLinear:
         """Keep the weight as it is."""
         return ReferenceQuantizedLinear(weight, None)
+
+    def vocabulary(self, weight: Tensor) -> ReferenceLinear:
+        """As any other."""
+        return self.linear(weight, None)
+
+    def reduce_scattered(self, linear: object, group: ExchangeGroup) -> None:
+        """None: the group's own collective follows the product."""
+
+    def gathered(self, linear: object, group: ExchangeGroup) -> None:
+        """None: the group's own collective goes before the product."""
 
     def grouped_linear(self, weight: Tensor) -> LinearPerGroup:
         """Keep the weight as it is."""
@@ -263,6 +275,9 @@ class ReferenceOps:
         """See `Ops.kv_rmsnorm_rope`."""
         mla.kv_rmsnorm_rope(kv, weight, cos, sin, latent_cache, rope_cache, slot_mapping, eps)
         return latent_cache, rope_cache
+
+    def latent_prolog(self, weights: LatentWeights) -> None:
+        """None: op by op."""
 
     def head_matmul(self, x: Tensor, weight: Tensor) -> Tensor:
         """See `Ops.head_matmul`."""

@@ -20,6 +20,7 @@ from engine.config import KVCacheDtype, Quantization, Speculation
 from engine.parallel_config import ParallelConfig
 from engine.worker.config import WorkerConfig
 from kernels.ascend.environment import HCCLConfig
+from kernels.ascend.options import NpuOptions
 from kvtransfer.config import KVTransferConfig
 from kvtransfer.tiers.config import TierConfig
 from pdserve.errors import ConfigError
@@ -111,6 +112,8 @@ class ServiceConfig:
     """The KV transfer; fields in DERIVED come from above."""
     tiers: TierConfig = field(default_factory=TierConfig)
     """Where prefix blocks are kept beyond the workers' KV caches."""
+    npu: NpuOptions = field(default_factory=NpuOptions)
+    """How NPUs compute, with ops npu."""
     hccl: HCCLConfig = field(default_factory=HCCLConfig)
     """Communication between NPUs, with ops npu."""
     ray: RayConfig = field(default_factory=RayConfig)
@@ -199,6 +202,7 @@ def worker_configs(
             "num_threads": role.num_threads or 1,
             "cores_folder": cores_folder,
             "ops_backend": config.ops,
+            "npu": config.npu,
             "hccl": config.hccl,
             "quantization": config.quantization,
             "kv_cache_dtype": config.kv_cache_dtype,

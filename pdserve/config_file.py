@@ -188,7 +188,7 @@ def _fill_derived(values: Values) -> Values:
     transfer: Values = {"transport": values.get("transport", "auto")}
     sections = {
         section: {} if values.get(section) is None else values[section]
-        for section in ("proxy", "transfer", "tiers", "prefiller", "decoder", "hccl", "ray")
+        for section in ("proxy", "transfer", "tiers", "prefiller", "decoder", "npu", "hccl", "ray")
     }
     for name, derived in (("proxy", proxy), ("transfer", transfer)):
         if isinstance(sections[name], dict):

@@ -1,7 +1,8 @@
 """Grouped-query attention over the paged KV cache."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from engine.batch import KVBatch
@@ -59,13 +60,12 @@ class Attention(nn.Module):
         self, x: Tensor, rotary: tuple[Tensor, Tensor], kv: KVBatch, on_layer: OnLayer | None
     ) -> Tensor:
         """x: [T, hidden_size], normalised -> the same; rows as they are between blocks."""
-        x = self._rows.gather(x, len(kv.slot_mapping))
         layer_idx = self._layer_idx
         k_cache, v_cache = kv.k_caches[layer_idx], kv.v_caches[layer_idx]
-        q, k, v = (  # each [T, heads, D], a view into the fused output
-            part.unflatten(-1, (-1, self._head_dim))
-            for part in self.qkv_proj(x).split(self._sizes, dim=-1)
-        )
+        qkv: Tensor = self._rows.gather_into(self.qkv_proj, x, len(kv.slot_mapping))
+        parts: Sequence[Tensor] = torch.split(qkv, self._sizes, dim=-1)
+        # each [T, heads, D], a view into the fused output
+        q, k, v = (part.view(len(part), -1, self._head_dim) for part in parts)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q = self._ops.rotary_kv_write(q, k, v, *rotary, k_cache, v_cache, kv.slot_mapping)
@@ -83,4 +83,4 @@ class Attention(nn.Module):
             self._window,
         )
         # [T, heads, D] -> [T, hidden_size]
-        return self._rows.reduce(self.o_proj(attended.flatten(1)))
+        return self._rows.reduce_from(self.o_proj, attended.flatten(1))

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -77,8 +78,25 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
+@runtime_checkable
+class WhenPacked(Protocol):
+    """A module that makes something of the packed weights of several layers."""
+
+    def when_packed(self) -> None:
+        """Called once, after all layers of the model have been packed."""
+        ...
+
+
+def finish_packing(model: nn.Module) -> None:
+    """Tell whoever waits for it that every layer of `model` is packed."""
+    for module in model.modules():
+        if isinstance(module, WhenPacked):
+            module.when_packed()
+
+
 def pack_weights(model: nn.Module, quantization: Quantization = "none") -> None:
     """Pack every layer of `model`, one at a time, so that only one layer exists in both forms."""
     for layer in model.modules():
         if isinstance(layer, WeightedLayer):
             layer.pack(quantization)
+    finish_packing(model)

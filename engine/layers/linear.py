@@ -11,7 +11,8 @@ from engine.layers.layer import Shard, WeightedLayer
 from engine.layers.low_rank import LowRankAdditions
 from engine.layers.quantization import pack_linear
 from engine.parallel import Span
-from kernels.ops import Linear, Ops
+from kernels.experts import ExchangeGroup
+from kernels.ops import Linear, Ops, RowProduct
 from kernels.quantized import QuantizedWeight, concat_rows
 
 
@@ -100,6 +101,16 @@ class FusedLinear(WeightedLayer):
             self._ops, weight, bias, quantization if self._is_quantizable else "none"
         )
 
+    @property
+    def has_additions(self) -> bool:
+        """Whether adapters add to it in the running forward pass."""
+        return self.additions is not None and self.additions.are_in_use
+
+    @property
+    def packed(self) -> Linear | None:
+        """The product, without what adapters add; None: it is not this rank's for good."""
+        return self._linear if self._series is None else None
+
     def columns(self) -> dict[str, slice]:
         """Where each projection is among the outputs."""
         found, start = {}, 0
@@ -174,6 +185,20 @@ class FusedLinear(WeightedLayer):
         if self._bias is not None and self._in.start > 0:
             self._bias.zero_()  # the sum over the ranks has it once
         return self._bias
+
+    def reduce_scattered(self, group: ExchangeGroup | None) -> RowProduct | None:
+        """See `Ops.reduce_scattered`; None without such a group, or while adapters add."""
+        product = self.packed
+        if group is None or product is None or self.has_additions:
+            return None
+        return self._ops.reduce_scattered(product, group)
+
+    def gathered(self, group: ExchangeGroup | None) -> RowProduct | None:
+        """See `Ops.gathered`; None without such a group, or while adapters add."""
+        product = self.packed
+        if group is None or product is None or self.has_additions:
+            return None
+        return self._ops.gathered(product, group)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [T, in_features] -> [T, sum of widths]."""

@@ -46,6 +46,11 @@ class LowRankAdditions:
         self._rows = rows
         self._deltas: dict[str, Sequence[LowRankDelta]] = {}
 
+    @property
+    def are_in_use(self) -> bool:
+        """Whether the running forward pass has rows with adapters."""
+        return bool(self._rows.rows)
+
     def put(self, adapter: str, deltas: Sequence[LowRankDelta]) -> None:
         """Use the deltas for this adapter from now on; none: it leaves this projection alone."""
         if deltas:

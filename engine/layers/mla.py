@@ -18,6 +18,7 @@ from engine.layers.norm import RMSNorm
 from engine.layers.rows import rows_of
 from engine.parallel import Parallel, Span, split_evenly
 from kernels.kv_cache import KVCache
+from kernels.latent import LatentProlog, LatentWeights
 from kernels.ops import Ops
 
 # Of the norms inside the attention; no config has it.
@@ -92,6 +93,7 @@ class MLAttention(nn.Module):
         assert mla is not None, "the model has no latent attention"
         size, bias = config.hidden_size, config.attention_bias
         self._ops = ops
+        self._prolog: LatentProlog | None = None
         self._layer_idx = layer_idx
         self._mla = mla
         heads = split_evenly("num_heads", config.num_heads, parallel.tp)
@@ -122,10 +124,30 @@ class MLAttention(nn.Module):
             heads.scaled(mla.v_head_dim), {"o_proj": size}, bias=bias, ops=ops
         )
 
+    def when_packed(self) -> None:
+        """Let the backend take all that comes before attention as one, if it can."""
+        if self._mla.q_lora_rank is None or self._rows.is_scattered:
+            return  # NOTE: scattered rows are gathered in its middle, where they are narrowest
+        a_proj, q_b_proj = self.a_proj.packed, self.q_b_proj.packed
+        if a_proj is None or q_b_proj is None:
+            return
+        self._prolog = self._ops.latent_prolog(
+            LatentWeights(
+                a_proj=a_proj,
+                q_b_proj=q_b_proj,
+                q_norm=self.q_a_layernorm.weight,
+                kv_norm=self.kv_a_layernorm.weight,
+                w_uk=self.kv_b_proj.w_uk,
+                eps=_LATENT_EPS,
+            )
+        )
+
     def forward(
         self, x: Tensor, rotary: tuple[Tensor, Tensor], kv: KVBatch, on_layer: OnLayer | None
     ) -> Tensor:
         """x: [T, hidden_size], normalised -> the same; rows as they are between blocks."""
+        if self._prolog is not None and self._is_plain_decode(kv, len(x)):
+            return self._decode(self._prolog, x, rotary, kv, on_layer)
         q, latent = self._project(x, len(kv.slot_mapping))
         q_nope, q_rope = torch.split(q, self._head_dims, dim=-1)
         q_rope = self._ops.interleave_rope(q_rope, *rotary)
@@ -140,7 +162,28 @@ class MLAttention(nn.Module):
         )
         if on_layer is not None:
             on_layer(self._layer_idx)
-        return self._rows.reduce(self.o_proj(self._attend(q_nope, q_rope, caches, kv).flatten(1)))
+        attended = self._attend(q_nope, q_rope, caches, kv)
+        return self._rows.reduce_from(self.o_proj, attended.flatten(1))
+
+    def _is_plain_decode(self, kv: KVBatch, num_tokens: int) -> bool:
+        has_additions = self.a_proj.has_additions or self.q_b_proj.has_additions
+        return kv.num_decode_tokens == num_tokens and not has_additions
+
+    def _decode(
+        self,
+        prolog: LatentProlog,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        kv: KVBatch,
+        on_layer: OnLayer | None,
+    ) -> Tensor:
+        layer_idx = self._layer_idx
+        k_cache, v_cache = kv.k_caches[layer_idx], kv.v_caches[layer_idx]
+        q_latent, q_rope, *caches = prolog(x, *rotary, k_cache, v_cache, kv.slot_mapping)
+        if on_layer is not None:
+            on_layer(layer_idx)
+        attended = self._attend_latents(q_latent, q_rope, (caches[0], caches[1]), kv)
+        return self._rows.reduce_from(self.o_proj, attended.flatten(1))
 
     def _project(self, x: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
         """-> q [T, H, Dn + Dr]; latents with their rope parts, before the norm [T, R + Dr]."""
@@ -170,8 +213,14 @@ class MLAttention(nn.Module):
         )
 
     def _absorbed(self, q_nope: Tensor, q_rope: Tensor, caches: Caches, kv: KVBatch) -> Tensor:
+        q_latent = self._ops.head_matmul(q_nope, self.kv_b_proj.w_uk)
+        return self._attend_latents(q_latent, q_rope, caches, kv)
+
+    def _attend_latents(
+        self, q_latent: Tensor, q_rope: Tensor, caches: Caches, kv: KVBatch
+    ) -> Tensor:
         attended = self._ops.mla_paged_attention(
-            self._ops.head_matmul(q_nope, self.kv_b_proj.w_uk),
+            q_latent,
             q_rope,
             *caches,
             kv.block_table,

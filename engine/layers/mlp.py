@@ -34,7 +34,8 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [T, hidden_size] -> [T, hidden_size]; rows as they are between blocks."""
-        return self._rows.reduce(self.partial(self._rows.gather(x)))
+        hidden = self._ops.silu_mul(self._rows.gather_into(self.gate_up_proj, x))
+        return self._rows.reduce_from(self.down_proj, hidden)
 
     def partial(self, x: Tensor) -> Tensor:
         """This rank's part of the sum, for all rows."""

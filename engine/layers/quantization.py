@@ -62,7 +62,7 @@ def pack_vocabulary(ops: Ops, weight: Tensor, quantization: Quantization) -> Lin
     """weight: [vocab, hidden], as float. Never below 8 bits: logits feel each row's error."""
     if quantization in ("int8", "int4"):
         return ops.quantized_vocabulary(quantize_int8(weight))
-    return ops.linear(weight, None)
+    return ops.vocabulary(weight)
 
 
 def pack_grouped_linear(ops: Ops, weight: Tensor, quantization: Quantization) -> GroupedLinear:

@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.collectives import Group
+from engine.layers.linear import FusedLinear
 from engine.parallel import Parallel
+from kernels.experts import ExchangeGroup
 
 
 class Rows(Protocol):
@@ -30,6 +32,14 @@ class Rows(Protocol):
 
     def reduce(self, x: Tensor) -> Tensor:
         """Partial sums of all rows, or of the padded ones -> the sums, as between blocks."""
+        ...
+
+    def gather_into(self, linear: FusedLinear, x: Tensor, num_tokens: int | None = None) -> Tensor:
+        """linear(gather(x, num_tokens)), as one where the device can."""
+        ...
+
+    def reduce_from(self, linear: FusedLinear, x: Tensor) -> Tensor:
+        """reduce(linear(x)), as one where the device can."""
         ...
 
 
@@ -49,14 +59,25 @@ class ReplicatedRows:
         """AllReduce."""
         return self._group.all_reduce(x)
 
+    def gather_into(self, linear: FusedLinear, x: Tensor, num_tokens: int | None = None) -> Tensor:
+        """The product."""
+        out: Tensor = linear(x)
+        return out
+
+    def reduce_from(self, linear: FusedLinear, x: Tensor) -> Tensor:
+        """The product, then AllReduce."""
+        return self.reduce(linear(x))
+
 
 class ScatteredRows:
     """Every rank has its T / tp rows."""
 
     is_scattered = True
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, fused: ExchangeGroup | None) -> None:
+        """fused: the same ranks, for operators that communicate themselves; None: no such."""
         self._group = group
+        self._fused = fused
 
     def gather(self, x: Tensor, num_tokens: int | None = None) -> Tensor:
         """AllGather."""
@@ -64,9 +85,24 @@ class ScatteredRows:
 
     def reduce(self, x: Tensor) -> Tensor:
         """Pad the tail, then ReduceScatter."""
-        if padding := -len(x) % self._group.size:
-            x = functional.pad(x, (0, 0, 0, padding))
-        return self._group.reduce_scatter(x)
+        return self._group.reduce_scatter(self._padded(x))
+
+    def gather_into(self, linear: FusedLinear, x: Tensor, num_tokens: int | None = None) -> Tensor:
+        """AllGather and the product, in one operator or two."""
+        product = linear.gathered(self._fused)
+        if product is not None:
+            return product(x)[:num_tokens]
+        out: Tensor = linear(self.gather(x, num_tokens))
+        return out
+
+    def reduce_from(self, linear: FusedLinear, x: Tensor) -> Tensor:
+        """The product and ReduceScatter, in one operator or two."""
+        product = linear.reduce_scattered(self._fused)
+        return self.reduce(linear(x)) if product is None else product(self._padded(x))
+
+    def _padded(self, x: Tensor) -> Tensor:
+        padding = -len(x) % self._group.size
+        return functional.pad(x, (0, 0, 0, padding)) if padding else x
 
 
 def rows_of(parallel: Parallel) -> Rows:
@@ -74,5 +110,5 @@ def rows_of(parallel: Parallel) -> Rows:
     config = parallel.config
     scatters = config.ep_size > 1 and config.moe_comm == "zero_redundancy"
     if config.tp_size > 1 and (scatters or config.sequence_parallel):
-        return ScatteredRows(parallel.tp)
+        return ScatteredRows(parallel.tp, parallel.fused_tp)
     return ReplicatedRows(parallel.tp)

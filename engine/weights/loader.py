@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.config import ModelConfig, Quantization
 from engine.errors import UnsupportedModel, WeightsError
-from engine.layers.layer import Shard, WeightedLayer, weighted_layers
+from engine.layers.layer import Shard, WeightedLayer, finish_packing, weighted_layers
 from engine.models.config import parse_model_config
 from engine.models.decoder import DecoderForCausalLM
 from engine.weights.gguf import gguf_model_config, gguf_tensors
@@ -68,6 +68,7 @@ def load_weights(
     with _open(path) as sources:
         jobs = _match(path, model, sources, quantization)
         _run(jobs, progress, num_threads)
+    finish_packing(model)
 
 
 @dataclass(frozen=True, slots=True)

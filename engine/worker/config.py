@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from engine.config import KVCacheDtype, Quantization, Speculation
 from engine.parallel_config import ParallelConfig
 from kernels.ascend.environment import HCCLConfig
+from kernels.ascend.options import NpuOptions
 from kvtransfer.config import KVTransferConfig
 from kvtransfer.tiers.config import TierConfig
 
@@ -80,6 +81,8 @@ class WorkerConfig:
     """How the engine is spread over ranks, and which one this process is."""
     rank_timeout_s: float = 30.0
     """A rank that has not ended a step within this time takes its engine down."""
+    npu: NpuOptions = field(default_factory=NpuOptions)
+    """How NPUs compute."""
     hccl: HCCLConfig = field(default_factory=HCCLConfig)
     """Of NPUs; whoever starts this worker's processes has set it in their environment."""
     lease_s: float = 4.0
@@ -123,6 +126,7 @@ class WorkerConfig:
     def from_json(cls, text: str) -> "WorkerConfig":
         """Inverse of `to_json`."""
         values = json.loads(text)
+        values["npu"] = NpuOptions(**values["npu"])
         values["hccl"] = HCCLConfig(**values["hccl"])
         values["transfer"] = KVTransferConfig(**values["transfer"])
         values["tiers"] = TierConfig(**values["tiers"])

@@ -25,7 +25,7 @@ from engine.tier_worker import TierWorker
 from engine.worker.config import WorkerConfig
 from engine.worker.convert import key_from_proto, key_to_proto
 from engine.worker.leading_model import forward_from_proto, ints_from_bytes
-from engine.worker.rank_part import RankPart, build_part
+from engine.worker.rank_part import RankPart, build_part, open_ops
 from engine.worker.ranks import collectives_to_proto
 from engine.worker.server import ServerThread
 from engine.worker.tier_ranks import job_from_proto, tier_worker
@@ -65,9 +65,11 @@ def run_follower(rank: int, address: str, token: str, host: str) -> None:
         stack.callback(wire.close)
         stack.callback(leave)
         store = TCPStore(welcome.store_host, welcome.store_port, None, False)
-        parallel = join(config.parallel, store, timeout_s=2 * config.rank_timeout_s)
         try:
-            part = build_part(config, parallel, lambda phase, progress: None)
+            ops = open_ops(config, _report_nothing)
+            timeout_s = 2 * config.rank_timeout_s
+            parallel = join(config.parallel, store, backend=ops.collectives, timeout_s=timeout_s)
+            part = build_part(config, ops, parallel, _report_nothing)
             stack.callback(part.memory.close)
             transfers = _transfers(welcome, config, part, wire, stack)
             tiers = tier_worker(config, part.memory, welcome.role)
@@ -79,6 +81,10 @@ def run_follower(rank: int, address: str, token: str, host: str) -> None:
         ready = ranks_pb2.RankReady(link_address=transfers.link_address)
         wire.send(_event(ready=ready))
         _Commands(wire, part, parallel, transfers, tiers).run()
+
+
+def _report_nothing(phase: str, progress: float) -> None:
+    """The leader reports for all."""
 
 
 class _Transfers:

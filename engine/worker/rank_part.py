@@ -37,7 +37,18 @@ class RankPart:
     """Of the pool; the memory has the backend's spare ones besides."""
 
 
-def build_part(config: WorkerConfig, parallel: Parallel, report: Report) -> RankPart:
+def open_ops(config: WorkerConfig, report: Report) -> Ops:
+    """The operations that this process computes with; its calling thread may use their device.
+
+    Raises: RuntimeError: they cannot be had here; says why.
+    """
+    report("building kernels", 0.0)
+    ops = select_ops(config.ops_backend, config.npu)
+    ops.bind_thread()
+    return ops
+
+
+def build_part(config: WorkerConfig, ops: Ops, parallel: Parallel, report: Report) -> RankPart:
     """Load this rank's part of the model and allocate its part of the cache.
 
     Raises: ValueError: the model or a limit does not fit; says which. OSError: unreadable files.
@@ -45,9 +56,6 @@ def build_part(config: WorkerConfig, parallel: Parallel, report: Report) -> Rank
     model_config = load_model_config(Path(config.model_path))
     if config.speculation == "mtp":
         model_config = _with_mtp(model_config)
-    report("building kernels", 0.0)
-    ops = select_ops(config.ops_backend)
-    ops.bind_thread()
     cache_dtype = ops.cache_dtype
     if config.kv_cache_dtype == "int8":
         ops.check_int8_cache(is_latent=model_config.mla is not None)
@@ -93,14 +101,15 @@ class Leading:
 
 def build_parts(start: Start, role: worker_pb2.Role.ValueType) -> tuple[RankPart, Leading | None]:
     """Load all ranks at the same time."""
+    ops = open_ops(start.config, start.report)
     if start.config.parallel.world_size == 1:
-        return build_part(start.config, Parallel(), start.report), None
+        return build_part(start.config, ops, Parallel(), start.report), None
     start.report("starting ranks", 0.0)
     ranks = Ranks(start.config, role, start.incarnation, start.launcher, start.on_lost)
     part = None
     try:
-        parallel = ranks.join()
-        part = build_part(start.config, parallel, start.report)
+        parallel = ranks.join(ops.collectives)
+        part = build_part(start.config, ops, parallel, start.report)
         addresses = ranks.wait_ready()
     except BaseException:
         ranks.close()

@@ -104,10 +104,12 @@ class Ranks:
             ).start()
         threading.Thread(target=self._watch, name="rank-watchdog", daemon=True).start()
 
-    def join(self) -> Parallel:
+    def join(self, backend: str) -> Parallel:
         """Build this rank's groups, with the followers."""
         timeout_s = 2 * self._config.rank_timeout_s  # the watchdog speaks first
-        self._parallel = join(self._config.parallel, self._store, timeout_s=timeout_s)
+        self._parallel = join(
+            self._config.parallel, self._store, backend=backend, timeout_s=timeout_s
+        )
         return self._parallel
 
     def wait_ready(self) -> list[str]:

@@ -2,7 +2,8 @@
 
 Weights that only matrix products read are stored transposed, [in, out], as the operators take them:
 so no Transpose stands between a weight and its operator in a graph. The quantised ones are in the
-layout FRACTAL_NZ, which the matrix unit reads without rearranging.
+layout FRACTAL_NZ, which the matrix unit reads without rearranging; plain ones too, but for
+vocabularies, of which rows are looked up.
 
 Source: torch_npu 2.13.0, _op_plugin_docs.py: npu_grouped_matmul, npu_quant_matmul,
 npu_weight_quant_batchmatmul, npu_dynamic_quant.
@@ -16,6 +17,8 @@ from kernels.packed import PackedWeight
 from kernels.quantized import QuantizedWeight
 
 FRACTAL_NZ = 29
+_PLAIN = 2
+_TILE = 16
 _MAX_FEATURES = 65535
 _MAX_GROUPS = 1024
 _ROWS_OF_GROUPS = 0
@@ -25,22 +28,35 @@ _ONE_OUTPUT = 3
 class NpuLinear:
     """y = x W^T + b on a weight [out, in]: torch's own product; the NPU transposes as it reads."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, is_nz: bool = False) -> None:
+        """is_nz: in FRACTAL_NZ, if it fills that layout's tiles; then no rows can be looked up."""
         self.out_features, self.in_features = weight.shape
-        self._weight = weight
-        self._bias = bias
+        fills = not (self.out_features % _TILE or self.in_features % _TILE)
+        self._is_nz = is_nz and fills
+        self.weight = to_nz(weight) if self._is_nz else weight
+        """[out, in]."""
+        self.bias = bias
+        """[out]."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [T, in_features] -> [T, out_features]."""
-        return functional.linear(x, self._weight, self._bias)
+        return functional.linear(x, self.weight, self.bias)
+
+    def plain(self) -> Tensor:
+        """The weight [out, in] in plain order."""
+        if not self._is_nz:
+            return self.weight
+        cast: Tensor = torch.ops.npu.npu_format_cast(self.weight, _PLAIN)
+        return cast
 
     def packed(self) -> PackedWeight:
         """See `kernels.ops.Linear.packed`."""
-        return PackedWeight.of(self._weight, self._bias)
+        return PackedWeight.of(self.weight, self.bias)
 
     def rows(self, row_ids: Tensor) -> Tensor:
         """row_ids: [T] -> [T, in_features]: rows of W."""
-        return functional.embedding(row_ids, self._weight)
+        assert not self._is_nz, "a vocabulary is kept in plain order"
+        return functional.embedding(row_ids, self.weight)
 
 
 class NpuQuantizedLinear:

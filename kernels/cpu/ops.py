@@ -12,6 +12,7 @@ from kernels.cpu.build import build
 from kernels.experts import ExchangeGroup, ExchangeSizes, ExpertsByParts, GroupedProduct
 from kernels.gating import Gating
 from kernels.kv_cache import KVCache, tensors_of
+from kernels.latent import LatentWeights
 from kernels.narrowing import top_k_top_p
 from kernels.packed import PackedWeight
 from kernels.quantized import QuantizedWeight
@@ -103,6 +104,7 @@ class CpuOps:
     num_spare_blocks = 0
     device = torch.device("cpu")
     cache_dtype = "float32"
+    collectives = "gloo"
     samples_on_device = False
     max_top_k = 2**31 - 1
 
@@ -123,6 +125,16 @@ class CpuOps:
     def quantized_vocabulary(self, weight: QuantizedWeight) -> CpuQuantizedLinear:
         """See `Ops.quantized_vocabulary`."""
         return CpuQuantizedLinear(weight, None)
+
+    def vocabulary(self, weight: Tensor) -> CpuLinear:
+        """As any other."""
+        return self.linear(weight, None)
+
+    def reduce_scattered(self, linear: object, group: ExchangeGroup) -> None:
+        """None: the group's own collective follows the product."""
+
+    def gathered(self, linear: object, group: ExchangeGroup) -> None:
+        """None: the group's own collective goes before the product."""
 
     def grouped_linear(self, weight: Tensor) -> LinearPerGroup:
         """Pack every group; the caller drops its own copy."""
@@ -255,6 +267,9 @@ class CpuOps:
             kv, weight, cos, sin, latents, ropes, slot_mapping, eps, latent_scale, rope_scale
         )
         return latent_cache, rope_cache
+
+    def latent_prolog(self, weights: LatentWeights) -> None:
+        """None: op by op."""
 
     def head_matmul(self, x: Tensor, weight: Tensor) -> Tensor:
         """See `Ops.head_matmul`."""

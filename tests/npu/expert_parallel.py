@@ -11,6 +11,7 @@ from engine.layers.layer import named_weights, pack_weights
 from engine.models import CausalLM, build_model
 from engine.models.config import parse_model_config
 from engine.parallel_config import MoEComm
+from kernels.ascend.options import NpuOptions
 from kernels.npu import NpuOps
 from tests.npu.families import CONFIGS
 from tests.npu.published import ShapeGroup, one_rank
@@ -46,13 +47,18 @@ def expert_parallel_model(
         EP_SIZE,
         moe_comm=moe_comm,
         groups={"tp": tp},
+        fused_tp=ShapeGroup(0, TP_SIZE),
         exchange=ShapeGroup(0, EP_SIZE),
         exchange_rows=NUM_SEQS // TP_SIZE,
     )
     key = "n_routed_experts" if name == "deepseek_v3" else "num_experts"
     num_experts = EP_SIZE * num_local_experts
     config = parse_model_config(CONFIGS[name] | _SIZES | {key: num_experts})
-    model = build_model(config, NpuOps(device=torch.device("cpu"), product="A3", **ops), parallel)
+    model = build_model(
+        config,
+        NpuOps(device=torch.device("cpu"), product="A3", options=NpuOptions(**ops)),
+        parallel,
+    )
     for weight in named_weights(model).values():
         weight.zero_()
     pack_weights(model, quantization)

@@ -59,12 +59,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def family(name: str, ops: Ops, quantization: Any = "none", **options: Any) -> CausalLM:
+def family(
+    name: str, ops: Ops, quantization: Any = "none", *, is_packed: bool = True, **options: Any
+) -> CausalLM:
     """The model with the same random weights every time."""
     config = parse_model_config(COMMON | CONFIGS[name] | options)
     model = build_model(config, ops)
     fill(model)
-    pack_weights(model, quantization)
+    if is_packed:
+        pack_weights(model, quantization)
     return model
 
 

@@ -100,11 +100,18 @@ def one_rank(
     groups: dict[str, Group] | None = None,
     exchange: ExchangeGroup | None = None,
     exchange_rows: int = 0,
+    fused_tp: ExchangeGroup | None = None,
+    sequence_parallel: bool = False,
 ) -> Parallel:
     """Rank `rank` of max(tp_size, ep_size) ranks; `groups` may replace what only has shapes."""
     dp_size = max(ep_size // tp_size, 1)
     config = ParallelConfig(
-        tp_size=tp_size, dp_size=dp_size, ep_size=ep_size, rank=rank, moe_comm=moe_comm
+        tp_size=tp_size,
+        dp_size=dp_size,
+        ep_size=ep_size,
+        rank=rank,
+        moe_comm=moe_comm,
+        sequence_parallel=sequence_parallel,
     )
     given = groups or {}
     return Parallel(
@@ -112,6 +119,7 @@ def one_rank(
         tp=given.get("tp", ShapeGroup(config.tp_rank, tp_size)),
         dp=given.get("dp", ShapeGroup(config.dp_rank, dp_size)),
         ep=given.get("ep", ShapeGroup(config.ep_rank, ep_size)),
+        fused_tp=fused_tp,
         exchange=exchange,
         exchange_rows=exchange_rows,
     )

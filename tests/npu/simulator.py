@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+import tests.npu.simulator_collectives
+import tests.npu.simulator_prolog
 import tests.npu.simulator_sampling  # noqa: F401  (further operators)
 from tests.npu.simulation import demand as _demand
 from tests.npu.simulation import kernel as _kernel
@@ -154,7 +156,7 @@ def transpose_batchmatmul(
 
 @_kernel("npu_format_cast")
 def format_cast(x: Tensor, acl_format: int, **_: object) -> Tensor:
-    _demand(acl_format == 29, "weights become FRACTAL_NZ")
+    _demand(acl_format in (2, 29), "weights become FRACTAL_NZ, or plain again")
     return x.clone()  # what it was is not what it is: whoever kept the old one has a copy
 
 

@@ -13,6 +13,7 @@ from engine.models.config import parse_model_config
 from engine.parallel import Parallel
 from engine.parallel_config import MoEComm, ParallelConfig
 from engine.worker.config import WorkerConfig
+from kernels.ascend.options import NpuOptions
 from kernels.npu import NpuOps
 from kernels.reference import ReferenceOps
 from tests.npu.families import COMMON, CONFIGS, family, fill, generate
@@ -86,7 +87,7 @@ def decode(
             dtype=torch.float32,
             product="A2",
             buffer_mib=200,
-            quantizes_activations=quantization == "int8",
+            options=NpuOptions(quantize_activations=quantization == "int8"),
         )
         model = rank_model(name, groups.of(config, worker.exchange_rows), ops, quantization)
         return generate(model, prompts(*LENGTHS[config.dp_rank]), num_tokens)[0]
@@ -121,7 +122,7 @@ def test_ranks_with_requests_of_their_own_give_the_tokens_of_the_reference(name:
 
 @pytest.mark.parametrize("name", SPARSE)
 def test_rows_that_travel_in_int8_give_the_tokens_of_one_rank(name: str) -> None:
-    model = family(name, npu_ops(quantizes_activations=True), "int8")
+    model = family(name, npu_ops(quantize_activations=True), "int8")
     expected = [generate(model, prompts(*lengths), 9)[0] for lengths in LENGTHS]
     with Network(2) as network:
         found = decode(name, network, 9, "int8", dp_size=2)

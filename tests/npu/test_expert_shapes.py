@@ -17,6 +17,7 @@ from engine.models.config import parse_model_config
 from engine.parallel_config import EplbConfig, EplbMode, MoEComm
 from kernels.ascend.gated import NpuInt8Experts
 from kernels.ascend.linear import NpuGroupedInt8Linear
+from kernels.ascend.options import NpuOptions
 from kernels.npu import NpuOps
 from tests.npu.published import PUBLISHED, ShapeGroup, one_rank
 
@@ -67,7 +68,7 @@ def block(
     mode: EplbMode = "dynamic" if num_redundant else "off"
     eplb = EplbConfig(mode=mode, num_redundant_experts=num_redundant)
     parallel = replace(parallel, config=replace(parallel.config, eplb=eplb))
-    ops = NpuOps(device=META, product="A3", quantizes_activations=is_w8a8)
+    ops = NpuOps(device=META, product="A3", options=NpuOptions(quantize_activations=is_w8a8))
     with META:
         moe = MoE(hidden_size, config, ops=ops, parallel=parallel)
         pack_weights(moe, "int8" if is_w8a8 else "none")

@@ -42,7 +42,7 @@ def rank_graph(
 ) -> GEGraph:
     """Rank 0 at TP 4 and EP 16, with one expert a rank."""
     model = expert_parallel_model(
-        name, moe_comm=moe_comm, num_local_experts=1, is_multi_stream=is_multi_stream
+        name, moe_comm=moe_comm, num_local_experts=1, multi_stream=is_multi_stream
     )
     step, arguments = decode_step(model, static_batch(model, NUM_SEQS, 1))
     return ge_graph(step, *arguments)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import tests.npu.simulated_experts  # noqa: F401  (and the simulator, which it imports)
 from engine.batch import KVBatch
+from kernels.ascend.options import NpuOptions
 from kernels.npu import NpuOps
 from kernels.quantized import QuantizedWeight
 from kernels.reference import ReferenceOps
@@ -23,7 +24,7 @@ PREFIX = [(7 * i) % 93 + 3 for i in range(256)]
 
 
 def npu_ops(**options: bool) -> NpuOps:
-    return NpuOps(device=torch.device("cpu"), dtype=torch.float32, **options)
+    return NpuOps(device=torch.device("cpu"), dtype=torch.float32, options=NpuOptions(**options))
 
 
 def prompts(*lengths: int) -> list[list[int]]:
@@ -104,7 +105,7 @@ class Rounded:
 def test_int8_activations_give_the_tokens_of_rounded_ones(name: str) -> None:
     lengths = prompts(9, 130)
     expected, _ = generate(family(name, RoundedInputs(), "int8"), lengths, 16)
-    w8a8 = npu_ops(quantizes_activations=True)
+    w8a8 = npu_ops(quantize_activations=True)
     tokens, _ = generate(family(name, w8a8, "int8"), lengths, 16)
     assert tokens == expected
 
@@ -117,7 +118,7 @@ def test_int8_activations_stay_close_to_float_ones(name: str) -> None:
     lengths = prompts(9, 130)
     options = ALL_EXPERTS.get(name, {})
     _, expected = generate(family(name, npu_ops(), "int8", **options), lengths, 1)
-    w8a8 = npu_ops(quantizes_activations=True)
+    w8a8 = npu_ops(quantize_activations=True)
     _, logits = generate(family(name, w8a8, "int8", **options), lengths, 1)
     assert 0 < (logits - expected).norm() / expected.norm() < 0.1
 

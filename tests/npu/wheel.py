@@ -16,12 +16,21 @@ with warnings.catch_warnings():
     import torch_npu.dynamo.torchair as torchair
 
 
+def _take_for_ascend_910b() -> None:
+    """Some shape functions ask the device what it is; there is none to ask."""
+    loaded("op_plugin.meta._meta_registrations").get_soc_version = lambda: 220
+
+
 HAS_NPU = bool(torch_npu.npu.is_available())
 
 
 def loaded(ending: str) -> ModuleType:
     """The module whose name ends so; the wheel has several names for its own."""
     return next(module for name, module in list(sys.modules.items()) if name.endswith(ending))
+
+
+if not HAS_NPU:
+    _take_for_ascend_910b()
 
 
 def stop_before_graph_engine(captured: list[bytes]) -> None:
