@@ -34,6 +34,7 @@ from kernels.ascend.linear import (
 )
 from kernels.ascend.options import DEFAULT_OPTIONS, NpuOptions
 from kernels.ascend.prolog import NpuLatentProlog
+from kernels.ascend.streams import prefetch
 from kernels.experts import (
     ExchangeGroup,
     ExchangeSizes,
@@ -138,6 +139,11 @@ class NpuOps:
             return None
         assert isinstance(linear, NpuLinear)
         return GatheredProduct(linear, group)
+
+    def prefetch(self, linear: Linear, dependency: Tensor) -> None:
+        """See `Ops.prefetch`; plain weights alone."""
+        if self.options.prefetch and isinstance(linear, NpuLinear):
+            prefetch(linear.weight, dependency)
 
     def grouped_linear(self, weight: Tensor) -> NpuGroupedLinear:
         """Transpose the weight once, on the device."""

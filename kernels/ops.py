@@ -133,6 +133,10 @@ class Ops(Protocol):
         """
         ...
 
+    def prefetch(self, linear: Linear, dependency: Tensor) -> None:
+        """Hint that `linear` is called soon, from where `dependency` is computed."""
+        ...
+
     def grouped_linear(self, weight: Tensor) -> GroupedLinear:
         """Pack weight [groups, out, in] once; see `GroupedLinear`."""
         ...

@@ -146,6 +146,9 @@ class ReferenceOps:
     def gathered(self, linear: object, group: ExchangeGroup) -> None:
         """None: the group's own collective goes before the product."""
 
+    def prefetch(self, linear: object, dependency: Tensor) -> None:
+        """Nothing: the processor does it by itself."""
+
     def grouped_linear(self, weight: Tensor) -> LinearPerGroup:
         """Keep the weight as it is."""
         return LinearPerGroup([ReferenceLinear(group, None) for group in weight], weight.shape)

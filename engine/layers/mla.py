@@ -219,6 +219,7 @@ class MLAttention(nn.Module):
     def _attend_latents(
         self, q_latent: Tensor, q_rope: Tensor, caches: Caches, kv: KVBatch
     ) -> Tensor:
+        self._ops.prefetch(self.o_proj.packed, q_latent)
         attended = self._ops.mla_paged_attention(
             q_latent,
             q_rope,

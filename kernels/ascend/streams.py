@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 SIDE_STREAM = "side"
+MAX_PREFETCH_BYTES = 18 << 20
+"""Of one weight: more would push out of the cache what attention reads meanwhile."""
 
 
 @contextmanager
@@ -31,3 +33,13 @@ def after(x: Tensor, dependency: Tensor, is_wanted: bool = True) -> Tensor:
         return x
     out: Tensor = torch.ops.air.wait_tensor(x, dependency)
     return out
+
+
+def prefetch(weight: Tensor, dependency: Tensor) -> None:
+    """Begin to bring a weight to the cache once `dependency` is there; in compiled graphs alone.
+
+    Outside of them it would be one launch among others on the same stream, and wait for them.
+    """
+    if torch.compiler.is_compiling():
+        num_bytes = weight.numel() * weight.element_size()
+        torch.ops.npu.npu_prefetch(weight, dependency, min(num_bytes, MAX_PREFETCH_BYTES))

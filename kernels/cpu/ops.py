@@ -136,6 +136,9 @@ class CpuOps:
     def gathered(self, linear: object, group: ExchangeGroup) -> None:
         """None: the group's own collective goes before the product."""
 
+    def prefetch(self, linear: object, dependency: Tensor) -> None:
+        """Nothing: the processor does it by itself."""
+
     def grouped_linear(self, weight: Tensor) -> LinearPerGroup:
         """Pack every group; the caller drops its own copy."""
         return LinearPerGroup([CpuLinear(group, None) for group in weight], weight.shape)

@@ -137,6 +137,8 @@ class HCCLConnection:
         meanwhile: Callable[[], None],
     ) -> None:
         """See Connection.write. A segment may be split over several messages."""
+        # NOTE: an Ascend device is chosen thread by thread, and whoever calls has one of its own.
+        self._memory.bind_thread()
         meanwhile()
         if self.num_unsettled():
             raise TransferError("a failed write to this peer may still be landing")
@@ -230,6 +232,7 @@ class _Server:
 
     def _serve(self, number: int) -> None:
         """Receive from one writer until it leaves; body of its thread."""
+        self._memory.bind_thread()
         client = TCPStore(self._host, self._store.port, is_master=False, timeout=self._timeout)
         try:
             store = PrefixStore(f"{self._secret}/pair/{number}", client)
