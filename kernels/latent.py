@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from kernels.kv_cache import KVCache
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatentWeights:
@@ -35,8 +37,8 @@ class LatentProlog(Protocol):
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
-        latent_cache: Tensor,
-        rope_cache: Tensor,
+        latent_cache: KVCache,
+        rope_cache: KVCache,
         slots: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """-> q_latent [T, H, R], q_rope [T, H, P], and both caches, as written.

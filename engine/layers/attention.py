@@ -71,7 +71,8 @@ class Attention(nn.Module):
         q = self._ops.rotary_kv_write(q, k, v, *rotary, k_cache, v_cache, kv.slot_mapping)
         if on_layer is not None:
             on_layer(layer_idx)
-        self._ops.prefetch(self.o_proj.packed, q)
+        if (o_proj := self.o_proj.packed) is not None:
+            self._ops.prefetch(o_proj, q)
         attended = self._ops.paged_attention(
             q,
             k_cache,

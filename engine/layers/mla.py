@@ -219,7 +219,8 @@ class MLAttention(nn.Module):
     def _attend_latents(
         self, q_latent: Tensor, q_rope: Tensor, caches: Caches, kv: KVBatch
     ) -> Tensor:
-        self._ops.prefetch(self.o_proj.packed, q_latent)
+        if (o_proj := self.o_proj.packed) is not None:
+            self._ops.prefetch(o_proj, q_latent)
         attended = self._ops.mla_paged_attention(
             q_latent,
             q_rope,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kernels.ascend.linear import NpuLinear, to_nz
 from kernels.ascend.mla import head_major, token_major
+from kernels.kv_cache import KVCache, floats_of
 from kernels.latent import LatentWeights
 
 _HIDDEN_SIZE, _Q_LORA_RANK = 7168, 1536
@@ -55,8 +56,8 @@ class NpuLatentProlog:
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
-        latent_cache: Tensor,
-        rope_cache: Tensor,
+        latent_cache: KVCache,
+        rope_cache: KVCache,
         slots: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """See LatentProlog. In a graph what it returns must be read, as of kv_rmsnorm_rope."""
@@ -72,8 +73,8 @@ class NpuLatentProlog:
             sin,
             cos,
             slots,
-            token_major(latent_cache),
-            token_major(rope_cache),
+            token_major(floats_of(latent_cache)),
+            token_major(floats_of(rope_cache)),
             rmsnorm_epsilon_cq=weights.eps,
             rmsnorm_epsilon_ckv=weights.eps,
             cache_mode="PA_BSND",
