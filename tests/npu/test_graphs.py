@@ -55,7 +55,7 @@ def int8_graph(name: str) -> GEGraph:
         moe_comm="zero_redundancy",
         num_local_experts=1,
         quantization="int8",
-        quantizes_activations=True,
+        quantize_activations=True,
     )
     step, arguments = decode_step(model, static_batch(model, NUM_SEQS, 1))
     return ge_graph(step, *arguments)
