@@ -2,18 +2,15 @@
 
 One engine of each, in turns in one run; shown are medians and ratios to float. With --llama-cpp
 FOLDER, in which `npm install node-llama-cpp` was run, llama.cpp decodes the same file in turns too.
---perplexity compares them on the text of the licence, a fixed one. --memory shows what the weights
-take, and the most that loading them took.
+--perplexity compares them on the text of the licence, a fixed one.
 """
 
 import argparse
 import json
 import math
-import multiprocessing
 import statistics
 import subprocess
 import tempfile
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
@@ -130,50 +127,6 @@ def bench_perplexity(model: str) -> dict[str, float]:
     return results
 
 
-def anonymous_bytes() -> int:
-    """Memory of this process that no file backs."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (line,) = (line for line in lines if line.startswith("RssAnon"))
-    return int(line.split()[1]) << 10
-
-
-def measure_loading(model: str, quantization: Quantization) -> dict[str, float]:
-    """MB that the weights take and that loading them took at most, in this fresh process."""
-    path, ops = resolve_model(model), select_ops("auto")
-    built = build_model(load_model_config(path), ops)
-    before = peak = anonymous_bytes()
-    is_done = threading.Event()
-
-    def watch() -> None:
-        nonlocal peak
-        while not is_done.wait(0.002):
-            peak = max(peak, anonymous_bytes())
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    load_weights(path, built, quantization=quantization)
-    is_done.set()
-    watcher.join()
-    after = anonymous_bytes()
-    return {"resident": (after - before) / 1e6, "peak": (max(peak, after) - before) / 1e6}
-
-
-def bench_memory(model: str) -> dict[str, float]:
-    """A process for each; printed as a table."""
-    print("| | weights MB | peak while loading MB | ratio |\n|---|---|---|---|")
-    results = {}
-    context = multiprocessing.get_context("spawn")
-    for quantization in QUANTIZATIONS:
-        with context.Pool(1) as pool:
-            found = pool.apply(measure_loading, (model, quantization))
-        resident, peak = found["resident"], found["peak"]
-        print(
-            f"| {quantization} | {resident:.0f} | {peak:.0f} | {peak / resident:.2f} |", flush=True
-        )
-        results |= {f"{quantization}, {name}": value for name, value in found.items()}
-    return results
-
-
 def main() -> None:
     """Measure and print tables."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -182,7 +135,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--llama-cpp", type=Path)
     parser.add_argument("--perplexity", action="store_true")
-    parser.add_argument("--memory", action="store_true")
     parser.add_argument(
         "-o", "--output", type=Path, default=default_output("bench_quantization.json")
     )
@@ -190,8 +142,6 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     if arguments.perplexity:
         results = bench_perplexity(arguments.model)
-    elif arguments.memory:
-        results = bench_memory(arguments.model)
     else:
         results = bench_decode(
             arguments.model, arguments.threads, arguments.rounds, arguments.llama_cpp

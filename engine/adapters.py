@@ -1,24 +1,23 @@
 """LoRA adapters of one model: loaded, used side by side in a batch, and unloaded while it serves.
 
-Files are PEFT folders: adapter_config.json and adapter_model.safetensors.
+Files are PEFT folders: adapter_config.json and adapter_model.safetensors. The leader of several
+ranks reads them and hands each rank its part.
 """
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.errors import UnsupportedModel, WeightsError
-from engine.layers.layer import weighted_layers
-from engine.layers.linear import FusedLinear
-from engine.layers.low_rank import AdapterRows, LowRankAdditions, LowRankDelta
+from engine.layers.low_rank import AdapterRows
+from engine.rank_adapters import AdapterWeights, LowRank, RankAdapters
 from engine.scheduler import ScheduledRequest
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -37,31 +36,27 @@ _SUPPORTED: Mapping[str, tuple[object, ...]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Projection:
-    """Where a projection named as in checkpoints is computed."""
+class AdapterHolder(Protocol):
+    """Other ranks, which hold parts of the same adapters."""
 
-    additions: LowRankAdditions
-    columns: slice
-    in_features: int
+    def put(self, key: str, weights: AdapterWeights) -> None:
+        """See `RankAdapters.put`."""
+        ...
+
+    def drop(self, keys: Collection[str]) -> None:
+        """See `RankAdapters.drop`."""
+        ...
 
 
 class Adapters:
     """Belongs to one engine loop thread, as the model does."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._rows = AdapterRows()
-        self._projections: dict[str, _Projection] = {}
+    def __init__(self, own: RankAdapters, others: AdapterHolder | None = None) -> None:
+        """own: of this rank. others: what the other ranks hold; None: there are none."""
+        self._own = own
+        self._holders: list[AdapterHolder] = [own] if others is None else [own, others]
         self._keys: dict[str, str] = {}
         self._held: set[str] = set()
-        for prefix, layer in weighted_layers(model):
-            if isinstance(layer, FusedLinear):
-                additions = LowRankAdditions(self._rows)
-                layer.additions = additions
-                for name, columns in layer.columns().items():
-                    self._projections[prefix + name] = _Projection(
-                        additions, columns, layer.in_features
-                    )
 
     @property
     def names(self) -> Sequence[str]:
@@ -86,11 +81,11 @@ class Adapters:
         """
         if not name:
             raise ValueError("an adapter needs a name")
-        deltas = self._read(folder)
+        weights = self._read(folder)
         digest = xxhash.xxh3_64_hexdigest((folder / WEIGHTS).read_bytes())
         key = f"{name}@{digest}-{_scaling(_read_config(folder))}"
-        for additions, of_adapter in deltas.items():
-            additions.put(key, of_adapter)
+        for holder in self._holders:
+            holder.put(key, weights)
         self._held.add(key)
         self._keys[name] = key
 
@@ -105,9 +100,9 @@ class Adapters:
     def free(self, in_use: Collection[str]) -> None:
         """Drop weights that no name stands for and no request has, by the keys `in_use`."""
         unused = self._held - set(self._keys.values()) - set(in_use)
-        for projection in self._projections.values():
-            for key in unused:
-                projection.additions.put(key, ())
+        if unused:
+            for holder in self._holders:
+                holder.drop(unused)
         self._held -= unused
 
     def rows_of(self, scheduled: Sequence[ScheduledRequest]) -> dict[str, Tensor]:
@@ -123,32 +118,31 @@ class Adapters:
     @property
     def batch(self) -> AdapterRows:
         """What the runner tells of the step's rows."""
-        return self._rows
+        return self._own.rows
 
-    def _read(self, folder: Path) -> dict[LowRankAdditions, list[LowRankDelta]]:
+    def _read(self, folder: Path) -> AdapterWeights:
         scaling = _scaling(_read_config(folder))
         path = folder / WEIGHTS
         try:
             tensors = load_file(path)
         except (OSError, SafetensorError) as error:
             raise WeightsError(f"{path} cannot be read: {error}") from error
-        found: dict[LowRankAdditions, list[LowRankDelta]] = {}
+        found: dict[str, LowRank] = {}
         for key in [key for key in tensors if key.endswith(".lora_A.weight")]:
             stem = key.removesuffix(".lora_A.weight")
             a, b = tensors.pop(key), tensors.pop(f"{stem}.lora_B.weight", None)
-            projection = self._projections.get(stem.removeprefix(_PREFIX))
-            if projection is None:
+            name = stem.removeprefix(_PREFIX)
+            wanted = self._own.shape(name)
+            if wanted is None:
                 raise UnsupportedModel(f"{key} in {path}: no projection here takes an adapter")
             if b is None:
                 raise WeightsError(f"{path} has {key}, but no {stem}.lora_B.weight")
-            wanted = (projection.columns.stop - projection.columns.start, projection.in_features)
             if (b.shape[0], a.shape[1]) != wanted or a.shape[0] != b.shape[1]:
                 raise WeightsError(
                     f"{stem} in {path}: lora_B {list(b.shape)} times lora_A {list(a.shape)} "
                     f"is no weight {list(wanted)}"
                 )
-            delta = LowRankDelta(projection.columns, a.float(), scaling * b.float())
-            found.setdefault(projection.additions, []).append(delta)
+            found[name] = LowRank(a.float(), scaling * b.float())
         if tensors or not found:
             raise UnsupportedModel(f"{path} holds {next(iter(tensors), 'nothing')}, not LoRA alone")
         return found

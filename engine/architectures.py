@@ -17,9 +17,10 @@ Architecture = Literal[
 ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
 
 GGUF_ARCHITECTURES: dict[str, Architecture] = {
+    "deepseek2": "DeepseekV2ForCausalLM",
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
 }
-"""`general.architecture` of a GGUF file."""
+"""`general.architecture` of a GGUF file. Other values make deepseek2 V3, and llama Mixtral."""

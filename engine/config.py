@@ -136,8 +136,8 @@ class ModelConfig:
     """Layers that attend with the window; the others see all keys."""
     num_mtp_layers: Annotated[int, Ge(0)] = 0
     """Layers after the last that predict tokens further ahead, in the files."""
-    drafts_with_mtp: bool = False
-    """Whether the first of these is used."""
+    num_draft_layers: Annotated[int, Ge(0)] = 0
+    """How many of these are used, from the first."""
     bos_token_id: int | None = None
     """Put before a prompt by tokenizers that do."""
     eos_token_ids: frozenset[int] = frozenset()
@@ -152,7 +152,7 @@ class ModelConfig:
     @property
     def num_kv_layers(self) -> int:
         """Layers with a KV cache."""
-        return self.num_layers + self.drafts_with_mtp
+        return self.num_layers + self.num_draft_layers
 
     @property
     def rotary_dim(self) -> int:

@@ -168,4 +168,4 @@ def _names(model: nn.Module) -> Collection[str]:
 
 
 def _shape(linear: FusedLinear) -> tuple[int, int, bool]:
-    return linear.in_features, linear.out_features, linear.is_split
+    return len(linear.inputs), linear.out_features, linear.is_split

@@ -46,7 +46,7 @@ from kernels.gating import Gating
 from kernels.kv_cache import KVCache, floats_of
 from kernels.latent import LatentWeights
 from kernels.ops import GroupedLinear, Linear, Ops, RowProduct
-from kernels.quantized import QuantizedWeight
+from kernels.quantized import QuantizedRows, QuantizedWeight, whole
 
 # NOTE: TorchAir defines these operators when it is first asked for them; within a trace that is too
 # late.
@@ -150,34 +150,35 @@ class NpuOps:
         return NpuGroupedLinear(self.parameter(weight))
 
     def quantized_linear(
-        self, weight: QuantizedWeight, bias: Tensor | None
+        self, weight: QuantizedRows, bias: Tensor | None
     ) -> NpuLinear | NpuInt8Linear | NpuQuantizedLinear:
         """Transpose the weight once; one that no operator takes is brought to floats."""
-        weight = self._placed(weight)
+        placed = self._placed(whole(weight))
         if bias is not None:
             bias = self.parameter(bias)
-        if self.options.quantize_activations and weight.is_int8_per_row:
-            return NpuInt8Linear(weight, bias, dtype=self.dtype)
-        if NpuQuantizedLinear.fits(weight):
-            return NpuQuantizedLinear(weight, bias, dtype=self.dtype)
-        return self._linear(self.parameter(weight.dequantize()), bias)
+        if self.options.quantize_activations and placed.is_int8_per_row:
+            return NpuInt8Linear(placed, bias, dtype=self.dtype)
+        if NpuQuantizedLinear.fits(placed):
+            return NpuQuantizedLinear(placed, bias, dtype=self.dtype)
+        return self._linear(self.parameter(placed.dequantize()), bias)
 
-    def quantized_vocabulary(self, weight: QuantizedWeight) -> NpuLinear:
+    def quantized_vocabulary(self, weight: QuantizedRows) -> NpuLinear:
         """In floats: a vocabulary has more outputs than the quantised operators take."""
-        return NpuLinear(self.parameter(weight.dequantize()), None)
+        return NpuLinear(self.parameter(whole(weight).dequantize()), None)
 
     def grouped_quantized_linear(
-        self, weights: Sequence[QuantizedWeight]
+        self, weights: Sequence[QuantizedRows]
     ) -> NpuGroupedLinear | NpuGroupedInt8Linear:
         """One stack of int8 weights with a scale per output; others are brought to floats."""
-        if all(weight.is_int8_per_row for weight in weights):
+        groups = [whole(weight) for weight in weights]
+        if all(group.is_int8_per_row for group in groups):
             return NpuGroupedInt8Linear(
-                torch.stack([weight.values for weight in weights]).to(self.device),
-                torch.stack([weight.scale[:, 0] for weight in weights]).to(self.device),
+                torch.stack([group.values for group in groups]).to(self.device),
+                torch.stack([group.scale[:, 0] for group in groups]).to(self.device),
                 dtype=self.dtype,
                 quantizes_activations=self.options.quantize_activations,
             )
-        return self.grouped_linear(torch.stack([weight.dequantize() for weight in weights]))
+        return self.grouped_linear(torch.stack([group.dequantize() for group in groups]))
 
     def _placed(self, weight: QuantizedWeight) -> QuantizedWeight:
         offset = weight.offset

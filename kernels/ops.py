@@ -20,7 +20,7 @@ from kernels.gating import Gating
 from kernels.kv_cache import KVCache
 from kernels.latent import LatentProlog, LatentWeights
 from kernels.packed import PackedWeight
-from kernels.quantized import QuantizedWeight
+from kernels.quantized import QuantizedRows
 from kernels.reference import ReferenceOps
 
 logger = logging.getLogger(__name__)
@@ -190,15 +190,18 @@ class Ops(Protocol):
         """
         ...
 
-    def quantized_linear(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
-        """Pack y = x W^T + b with W in few bits; activations stay as they are. bias: [out]."""
+    def quantized_linear(self, weight: QuantizedRows, bias: Tensor | None) -> Linear:
+        """Pack y = x W^T + b with W in few bits; activations stay as they are. bias: [out].
+
+        Asks for W some rows at a time where it can, and possibly twice for the same ones.
+        """
         ...
 
-    def quantized_vocabulary(self, weight: QuantizedWeight) -> Linear:
+    def quantized_vocabulary(self, weight: QuantizedRows) -> Linear:
         """A linear whose rows are looked up too, quantised if the backend can look them up."""
         ...
 
-    def grouped_quantized_linear(self, weights: Sequence[QuantizedWeight]) -> GroupedLinear:
+    def grouped_quantized_linear(self, weights: Sequence[QuantizedRows]) -> GroupedLinear:
         """The same per group; all of one shape."""
         ...
 

@@ -2,10 +2,40 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedForm:
+    """How a weight is held: known before any of it is read."""
+
+    group_size: int
+    """Neighbours of a row that share a scale: a multiple of 8, or the length of the row."""
+    num_bits: int
+    """4 or 8."""
+    has_offset: bool
+
+
+class QuantizedRows(Protocol):
+    """A weight whose rows are made when they are asked for; a `QuantizedWeight` is one of them."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[out, in]."""
+        ...
+
+    @property
+    def form(self) -> QuantizedForm:
+        """The same for all rows."""
+        ...
+
+    def rows(self, index: slice) -> "QuantizedWeight":
+        """Some rows, as `values[index]` has them."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +52,17 @@ class QuantizedWeight:
     """A multiple of 8, or the length of the row."""
     num_bits: int
     """4 or 8."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[out, in]."""
+        num_outputs, num_inputs = self.values.shape
+        return num_outputs, num_inputs
+
+    @property
+    def form(self) -> QuantizedForm:
+        """See `QuantizedRows.form`."""
+        return QuantizedForm(self.group_size, self.num_bits, self.offset is not None)
 
     @property
     def has_half_factors(self) -> bool:
@@ -74,20 +115,65 @@ class QuantizedWeight:
         return plain if self.offset is None else plain + spread(self.offset)
 
 
-def concat_rows(weights: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
+def whole(weight: QuantizedRows) -> QuantizedWeight:
+    """All rows at once."""
+    return weight.rows(slice(0, weight.shape[0]))
+
+
+class _FusedRows:
+    """Implements `QuantizedRows` for the rows of several weights, one after the other."""
+
+    def __init__(self, parts: Sequence[QuantizedRows]) -> None:
+        forms = [part.form for part in parts]
+        self._parts = parts
+        self.shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
+        self.form = QuantizedForm(
+            forms[0].group_size,
+            max(form.num_bits for form in forms),
+            any(form.has_offset for form in forms),
+        )
+
+    def rows(self, index: slice) -> QuantizedWeight:
+        found, first = [], 0
+        for part in self._parts:
+            length = part.shape[0]
+            start, stop = max(index.start - first, 0), min(index.stop - first, length)
+            if start < stop:
+                found.append(part.rows(slice(start, stop)))
+            first += length
+        offsets = [
+            torch.zeros_like(weight.scale) if weight.offset is None else weight.offset
+            for weight in found
+        ]
+        return QuantizedWeight(
+            values=torch.cat([weight.values for weight in found]),
+            scale=torch.cat([weight.scale for weight in found]),
+            offset=torch.cat(offsets) if self.form.has_offset else None,
+            group_size=self.form.group_size,
+            num_bits=self.form.num_bits,
+        )
+
+
+def concat_rows(weights: Sequence[QuantizedRows]) -> QuantizedRows | None:
     """One weight of all rows, exact; None if the groups differ in size."""
-    if len({(weight.group_size, weight.values.shape[1]) for weight in weights}) > 1:
+    if len({(weight.form.group_size, weight.shape[1]) for weight in weights}) > 1:
         return None
-    offsets = [weight.offset for weight in weights]
-    has_offset = any(offset is not None for offset in offsets)
-    filled = [
-        torch.zeros_like(weight.scale) if offset is None else offset
-        for weight, offset in zip(weights, offsets, strict=True)
-    ]
-    return QuantizedWeight(
-        values=torch.cat([weight.values for weight in weights]),
-        scale=torch.cat([weight.scale for weight in weights]),
-        offset=torch.cat(filled) if has_offset else None,
-        group_size=weights[0].group_size,
-        num_bits=max(weight.num_bits for weight in weights),
-    )
+    return weights[0] if len(weights) == 1 else _FusedRows(weights)
+
+
+class PaddedRows:
+    """Implements `QuantizedRows`: a weight, then rows of zeros."""
+
+    def __init__(self, weight: QuantizedRows, num_rows: int) -> None:
+        self._weight = weight
+        self.shape = (num_rows, weight.shape[1])
+        self.form = weight.form
+
+    def rows(self, index: slice) -> QuantizedWeight:
+        """Some rows, all of which there are for an index past the weight's end."""
+        length = self._weight.shape[0]
+        start = min(index.start, length - 1)
+        found = self._weight.rows(slice(start, min(index.stop, length)))
+        if index.start >= length:
+            found = found.rows(slice(0, 0))
+        return found.padded(index.stop - index.start)

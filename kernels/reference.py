@@ -14,7 +14,7 @@ from kernels.kv_cache import KVCache, read_blocks, write_rows
 from kernels.latent import LatentWeights
 from kernels.narrowing import top_k_top_p
 from kernels.packed import PackedWeight
-from kernels.quantized import QuantizedWeight
+from kernels.quantized import QuantizedRows, whole
 from kernels.routing import gating_topk
 
 
@@ -42,9 +42,9 @@ class ReferenceLinear:
 class ReferenceQuantizedLinear:
     """y = x W^T + b on a weight that is dequantised for every product."""
 
-    def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
-        self.out_features, self.in_features = weight.values.shape
-        self._weight = weight
+    def __init__(self, weight: QuantizedRows, bias: Tensor | None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._weight = whole(weight)
         self._bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -127,12 +127,12 @@ class ReferenceOps:
         return ReferenceLinear(weight, bias)
 
     def quantized_linear(
-        self, weight: QuantizedWeight, bias: Tensor | None
+        self, weight: QuantizedRows, bias: Tensor | None
     ) -> ReferenceQuantizedLinear:
         """Keep the weight as it is."""
         return ReferenceQuantizedLinear(weight, bias)
 
-    def quantized_vocabulary(self, weight: QuantizedWeight) -> ReferenceQuantizedLinear:
+    def quantized_vocabulary(self, weight: QuantizedRows) -> ReferenceQuantizedLinear:
         """Keep the weight as it is."""
         return ReferenceQuantizedLinear(weight, None)
 
@@ -153,9 +153,9 @@ class ReferenceOps:
         """Keep the weight as it is."""
         return LinearPerGroup([ReferenceLinear(group, None) for group in weight], weight.shape)
 
-    def grouped_quantized_linear(self, weights: Sequence[QuantizedWeight]) -> LinearPerGroup:
+    def grouped_quantized_linear(self, weights: Sequence[QuantizedRows]) -> LinearPerGroup:
         """Keep the weights as they are."""
-        shape = torch.Size((len(weights), *weights[0].values.shape))
+        shape = torch.Size((len(weights), *weights[0].shape))
         return LinearPerGroup([ReferenceQuantizedLinear(w, None) for w in weights], shape)
 
     def gated_experts(self, gate_up: GroupedProduct, down: GroupedProduct) -> ExpertsByParts:

@@ -95,7 +95,7 @@ class ServiceConfig:
     kv_cache_dtype: KVCacheDtype = "auto"
     """KV cache: auto as the backend computes; int8 with a scale per token and head."""
     speculation: Speculation = "none"
-    """Where drafts of tokens come from: none, ngram (earlier text), mtp (DeepSeek's MTP layer)."""
+    """Where drafts of tokens come from: none, ngram (earlier text), mtp (DeepSeek's MTP layers)."""
     num_draft_tokens: Annotated[int, Ge(1), Le(7)] = 3
     """Drafts that a decode step verifies per request, with speculation."""
     transport: Literal["auto", "memory", "mooncake", "hccl"] = "auto"
@@ -327,11 +327,8 @@ def _check_ranks(config: ServiceConfig) -> list[str]:
             )
         if role.dp > 1 and config.tiers.is_on:
             problems.append(f"tiers serve one block pool, {name}.dp is {role.dp}")
-        if role.num_ranks > 1 and config.speculation == "mtp":
-            problems.append(
-                f"speculation mtp drafts on one rank, {name} has {role.num_ranks}: "
-                "use ngram or none"
-            )
+        if role.dp > 1 and config.speculation == "mtp":
+            problems.append(f"speculation mtp does not go with {name}.dp: use ngram or none")
         if problem := role.eplb.problem(role.ep):
             problems.append(f"{name}: {problem}")
         if role.shared_experts_beside and role.shared_experts == "tp":

@@ -1,21 +1,28 @@
-"""A model's files, looked at before anything starts: missing, cut off, of an unknown kind.
+"""A model's files, looked at before anything starts: missing, cut off, asking for the impossible.
 
 Reads headers and JSON, no weights. What it lets through, the workers still check in full.
 """
 
 import json
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from engine.architectures import ARCHITECTURES, GGUF_ARCHITECTURES
+from engine.checkpoint.config import parse_model_config
+from engine.checkpoint.gguf_config import gguf_model_config
+from engine.checkpoint.quantization import DESCRIPTION, read_scheme
+from engine.errors import EngineError
 from pdserve.errors import BadModel
 from protos.gguf_header import read_header
 
 _INDEX = "model.safetensors.index.json"
 _HEADER_LENGTH = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 100 << 20  # the format's own bound
-_OPTIONAL = ("generation_config.json", "tokenizer_config.json", _INDEX)
+_GENERATION = "generation_config.json"
+_OPTIONAL = (_GENERATION, "tokenizer_config.json", DESCRIPTION, _INDEX)
 
 Json = dict[str, Any]
 
@@ -25,11 +32,12 @@ def check_folder(folder: Path) -> None:
 
     Raises: BadModel: names the file, the field and its value, and what would do.
     """
-    config = _read_json(folder / "config.json")
+    path = folder / "config.json"
+    config = _read_json(path)
     names = config.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or names[0] not in ARCHITECTURES:
         raise BadModel(
-            f"{folder / 'config.json'}: architectures is {json.dumps(names)}, "
+            f"{path}: architectures is {json.dumps(names)}, "
             f"supported: one of {', '.join(ARCHITECTURES)}"
         )
     tokenizer = _read_json(folder / "tokenizer.json")
@@ -37,6 +45,11 @@ def check_folder(folder: Path) -> None:
     if not isinstance(model, dict) or not model.get("vocab"):
         raise BadModel(f"{folder / 'tokenizer.json'}: model.vocab is missing or empty")
     optional = {name: _read_json(folder / name) for name in _OPTIONAL if (folder / name).exists()}
+    with _named(path):
+        parse_model_config(config, optional.get(_GENERATION))
+    description = optional.get(DESCRIPTION)
+    with _named(path if description is None else folder / DESCRIPTION):
+        read_scheme(config.get("quantization_config"), description)
     for path in _weight_files(folder, optional.get(_INDEX)):
         _check_safetensors(path)
 
@@ -47,19 +60,32 @@ def check_gguf(path: Path) -> None:
     Raises: BadModel: names the file, the field and its value, and what would do.
     """
     try:
-        metadata = read_header(path).metadata
+        header = read_header(path)
     except ValueError as error:
         raise BadModel(str(error)) from None
     except OSError as error:
         raise BadModel(f"{path} cannot be read: {error.strerror}") from None
-    architecture = metadata.get("general.architecture")
+    architecture = header.metadata.get("general.architecture")
     if architecture not in GGUF_ARCHITECTURES:
         raise BadModel(
             f"{path}: general.architecture is {json.dumps(architecture)}, "
             f"supported: {', '.join(GGUF_ARCHITECTURES)}"
         )
-    if not metadata.get("tokenizer.ggml.tokens"):
+    if not header.metadata.get("tokenizer.ggml.tokens"):
         raise BadModel(f"{path}: tokenizer.ggml.tokens is missing or empty")
+    with _named(path):
+        gguf_model_config(path, header)
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Turn what the engine says of a file's values into an error that names the file."""
+    try:
+        yield
+    except EngineError as error:
+        raise BadModel(f"{path}: {error}") from None
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise BadModel(f"{path}: a value is not of its kind: {error}") from None
 
 
 def _weight_files(folder: Path, index: Json | None) -> list[Path]:

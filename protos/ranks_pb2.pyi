@@ -103,6 +103,8 @@ class Forward(_message.Message):
     GATHERS_FIELD_NUMBER: _builtins.int
     BUCKET_FIELD_NUMBER: _builtins.int
     GATHERS_EXPERTS_FIELD_NUMBER: _builtins.int
+    DRAFT_DEPTH_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     input_ids: _builtins.bytes
     positions: _builtins.bytes
     slot_mapping: _builtins.bytes
@@ -121,10 +123,14 @@ class Forward(_message.Message):
     bucket: _builtins.int
     """see engine.step_plan"""
     gathers_experts: _builtins.bool
+    draft_depth: _builtins.int
+    """0: the model; else MTP layer draft_depth - 1, on states that the leader broadcasts"""
     @_builtins.property
     def pushes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Push]:
         """of every layer, once it is computed"""
 
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterRows]: ...
     def __init__(
         self,
         *,
@@ -144,14 +150,118 @@ class Forward(_message.Message):
         gathers: _builtins.bool = ...,
         bucket: _builtins.int = ...,
         gathers_experts: _builtins.bool = ...,
+        draft_depth: _builtins.int = ...,
+        adapters: _abc.Iterable[Global___AdapterRows] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_table", b"block_table", "block_table_width", b"block_table_width", "bucket", b"bucket", "context_lens", b"context_lens", "cu_seqlens_q", b"cu_seqlens_q", "gathers", b"gathers", "gathers_experts", b"gathers_experts", "input_ids", b"input_ids", "max_seqlen_q", b"max_seqlen_q", "num_decode_seqs", b"num_decode_seqs", "num_decode_tokens", b"num_decode_tokens", "positions", b"positions", "pushes", b"pushes", "slot_mapping", b"slot_mapping", "step", b"step", "wanted_rows", b"wanted_rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "block_table", b"block_table", "block_table_width", b"block_table_width", "bucket", b"bucket", "context_lens", b"context_lens", "cu_seqlens_q", b"cu_seqlens_q", "draft_depth", b"draft_depth", "gathers", b"gathers", "gathers_experts", b"gathers_experts", "input_ids", b"input_ids", "max_seqlen_q", b"max_seqlen_q", "num_decode_seqs", b"num_decode_seqs", "num_decode_tokens", b"num_decode_tokens", "positions", b"positions", "pushes", b"pushes", "slot_mapping", b"slot_mapping", "step", b"step", "wanted_rows", b"wanted_rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Forward: _TypeAlias = Forward  # noqa: Y015
+
+@_typing.final
+class AdapterRows(_message.Message):
+    """Rows that are computed with an adapter."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    rows: _builtins.bytes
+    """int32"""
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        rows: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterRows: _TypeAlias = AdapterRows  # noqa: Y015
+
+@_typing.final
+class PutAdapter(_message.Message):
+    """An adapter of the whole model: every rank keeps its part."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    @_builtins.property
+    def weights(self) -> _containers.RepeatedCompositeFieldContainer[Global___LowRank]: ...
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        weights: _abc.Iterable[Global___LowRank] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "weights", b"weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PutAdapter: _TypeAlias = PutAdapter  # noqa: Y015
+
+@_typing.final
+class LowRank(_message.Message):
+    """Added to a projection's weight: b a. In float32."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROJECTION_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    A_FIELD_NUMBER: _builtins.int
+    B_FIELD_NUMBER: _builtins.int
+    projection: _builtins.str
+    rank: _builtins.int
+    a: _builtins.bytes
+    """[rank, inputs]"""
+    b: _builtins.bytes
+    """[outputs, rank], scaled"""
+    def __init__(
+        self,
+        *,
+        projection: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        a: _builtins.bytes = ...,
+        b: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["a", b"a", "b", b"b", "projection", b"projection", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LowRank: _TypeAlias = LowRank  # noqa: Y015
+
+@_typing.final
+class DropAdapters(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        keys: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropAdapters: _TypeAlias = DropAdapters  # noqa: Y015
 
 @_typing.final
 class Push(_message.Message):
@@ -409,6 +519,8 @@ class RankCommand(_message.Message):
     STOP_FIELD_NUMBER: _builtins.int
     PING_FIELD_NUMBER: _builtins.int
     TIER_JOB_FIELD_NUMBER: _builtins.int
+    PUT_ADAPTER_FIELD_NUMBER: _builtins.int
+    DROP_ADAPTERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___RankWelcome: ...
     @_builtins.property
@@ -431,6 +543,10 @@ class RankCommand(_message.Message):
     def ping(self) -> Global___Ping: ...
     @_builtins.property
     def tier_job(self) -> Global___TierJob: ...
+    @_builtins.property
+    def put_adapter(self) -> Global___PutAdapter: ...
+    @_builtins.property
+    def drop_adapters(self) -> Global___DropAdapters: ...
     def __init__(
         self,
         *,
@@ -445,12 +561,14 @@ class RankCommand(_message.Message):
         stop: Global___StopRank | None = ...,
         ping: Global___Ping | None = ...,
         tier_job: Global___TierJob | None = ...,
+        put_adapter: Global___PutAdapter | None = ...,
+        drop_adapters: Global___DropAdapters | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_transfer", b"abort_transfer", "begin_transfer", b"begin_transfer", "cancel_expected", b"cancel_expected", "command", b"command", "expect", b"expect", "finish_transfer", b"finish_transfer", "forward", b"forward", "logits", b"logits", "ping", b"ping", "stop", b"stop", "tier_job", b"tier_job", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_transfer", b"abort_transfer", "begin_transfer", b"begin_transfer", "cancel_expected", b"cancel_expected", "command", b"command", "drop_adapters", b"drop_adapters", "expect", b"expect", "finish_transfer", b"finish_transfer", "forward", b"forward", "logits", b"logits", "ping", b"ping", "put_adapter", b"put_adapter", "stop", b"stop", "tier_job", b"tier_job", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_transfer", b"abort_transfer", "begin_transfer", b"begin_transfer", "cancel_expected", b"cancel_expected", "command", b"command", "expect", b"expect", "finish_transfer", b"finish_transfer", "forward", b"forward", "logits", b"logits", "ping", b"ping", "stop", b"stop", "tier_job", b"tier_job", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_transfer", b"abort_transfer", "begin_transfer", b"begin_transfer", "cancel_expected", b"cancel_expected", "command", b"command", "drop_adapters", b"drop_adapters", "expect", b"expect", "finish_transfer", b"finish_transfer", "forward", b"forward", "logits", b"logits", "ping", b"ping", "put_adapter", b"put_adapter", "stop", b"stop", "tier_job", b"tier_job", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["welcome", "forward", "logits", "begin_transfer", "finish_transfer", "abort_transfer", "expect", "cancel_expected", "stop", "ping", "tier_job"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["welcome", "forward", "logits", "begin_transfer", "finish_transfer", "abort_transfer", "expect", "cancel_expected", "stop", "ping", "tier_job", "put_adapter", "drop_adapters"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 

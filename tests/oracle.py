@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from engine.weights.gguf import gguf_model_config, gguf_tensors
+from engine.checkpoint.gguf_config import gguf_model_config
+from engine.weights.gguf import gguf_tensors
 from engine.weights.gguf_file import read_gguf
 
 _SUBJECTS = ("The captain", "A young engineer", "My neighbour", "The museum", "An old farmer")
@@ -35,7 +36,7 @@ def hf_smollm2() -> LlamaForCausalLM:
     tests/engine/test_weights_gguf.py shows that transformers' own GGUF loader gives equal weights.
     """
     file = read_gguf(packaged_model_path())
-    config = gguf_model_config(file)
+    config = gguf_model_config(file.path, file.header)
     hf_config = LlamaConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -51,7 +52,7 @@ def hf_smollm2() -> LlamaForCausalLM:
         eos_token_id=2,
         pad_token_id=2,
     )
-    weights = {tensor.name: tensor.read() for tensor in gguf_tensors(file, config)}
+    weights = {tensor.name: tensor.whole() for tensor in gguf_tensors(file, config)}
     model = LlamaForCausalLM.from_pretrained(
         None, config=hf_config, state_dict=weights, dtype=torch.float32
     )

@@ -6,16 +6,16 @@ past its end are zeros.
 
 from collections.abc import Collection, Iterator, Mapping
 
-import torch
 from torch import Tensor
 
 from engine.config import Quantization
 from engine.layers.layer import Shard, WeightedLayer
-from engine.layers.quantization import pack_vocabulary
+from engine.layers.plain import empty_weight
+from engine.layers.quantization import pack_vocabulary, vocabulary_rounding
 from engine.layers.rows import rows_of
 from engine.parallel import Parallel, Span
 from kernels.ops import Linear, Ops
-from kernels.quantized import QuantizedWeight
+from kernels.quantized import PaddedRows, QuantizedRows
 
 
 class Embedding(WeightedLayer):
@@ -59,10 +59,10 @@ class Embedding(WeightedLayer):
         """The table."""
         return (f"{self._name}.weight",)
 
-    def pack_quantized(self, weights: Mapping[str, QuantizedWeight]) -> bool:
+    def pack_quantized(self, weights: Mapping[str, QuantizedRows]) -> bool:
         """Hand the table to the backend; a tied projection takes it from here."""
         (weight,) = weights.values()
-        self.share(self._ops.quantized_vocabulary(weight.padded(len(self.weight))))
+        self.share(self._ops.quantized_vocabulary(PaddedRows(weight, len(self.weight))))
         return True
 
     def share(self, linear: Linear) -> None:
@@ -120,6 +120,10 @@ class LMHead(WeightedLayer):
         """This rank's rows."""
         return _vocabulary_shard(f"{self._name}.weight", self._span)
 
+    def rounding(self, quantization: Quantization) -> Quantization:
+        """Never below 8 bits."""
+        return vocabulary_rounding(quantization)
+
     def pack(self, quantization: Quantization) -> None:
         """Hand the weight to the backend and drop the plain one."""
         assert self._weight is not None, "the weights are packed already"
@@ -139,11 +143,11 @@ class LMHead(WeightedLayer):
         """The matrix, unless it is the embedding's."""
         return (f"{self._name}.weight",) if self._tied is None else ()
 
-    def pack_quantized(self, weights: Mapping[str, QuantizedWeight]) -> bool:
+    def pack_quantized(self, weights: Mapping[str, QuantizedRows]) -> bool:
         """Hand the matrix to the backend."""
         assert self._weight is not None, "the weights are packed already"
         (weight,) = weights.values()
-        self._linear = self._ops.quantized_linear(weight.padded(len(self._weight)), None)
+        self._linear = self._ops.quantized_vocabulary(PaddedRows(weight, len(self._weight)))
         self._weight = None
         return True
 
@@ -169,7 +173,7 @@ def _empty_vocabulary(
 ) -> tuple[Span, Tensor | None]:
     """This rank's rows, and memory for them and the padding."""
     span = _vocabulary_span(vocab_size, parallel)
-    weight = torch.empty(-(-vocab_size // parallel.tp.size), hidden_size)
+    weight = empty_weight(-(-vocab_size // parallel.tp.size), hidden_size)
     weight[len(span) :].zero_()
     return span, weight
 

@@ -2,17 +2,17 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from engine.config import MoEConfig, Quantization
 from engine.layers.layer import Shard, WeightedLayer
+from engine.layers.plain import empty_weight
 from engine.layers.quantization import pack_grouped_linear
 from engine.parallel import Span
 from kernels.experts import GatedExperts
 from kernels.ops import GroupedLinear, Ops
 from kernels.packed import PackedWeight
-from kernels.quantized import QuantizedWeight, concat_rows
+from kernels.quantized import QuantizedRows, concat_rows
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -40,8 +40,8 @@ class Experts(WeightedLayer):
         self._num_experts = config.num_experts
         self._columns = columns
         self._width = width
-        self._gate_up_weight: Tensor | None = torch.empty(num_experts, 2 * width, hidden_size)
-        self._down_weight: Tensor | None = torch.empty(num_experts, hidden_size, width)
+        self._gate_up_weight: Tensor | None = empty_weight(num_experts, 2 * width, hidden_size)
+        self._down_weight: Tensor | None = empty_weight(num_experts, hidden_size, width)
         self._gate_up: GroupedLinear | None = None
         self._down: GroupedLinear | None = None
         self._gated: GatedExperts | None = None
@@ -89,11 +89,15 @@ class Experts(WeightedLayer):
         self._down_weight = None
         self._gated = self._ops.gated_experts(self._gate_up, self._down)
 
+    def rounding(self, quantization: Quantization) -> Quantization:
+        """As it says."""
+        return quantization
+
     def quantizable(self) -> Collection[str]:
         """All weights of all experts here."""
         return [name for name, _ in self.weights()]
 
-    def pack_quantized(self, weights: Mapping[str, QuantizedWeight]) -> bool:
+    def pack_quantized(self, weights: Mapping[str, QuantizedRows]) -> bool:
         """Hand gate and up, side by side, and down of every expert to the backend."""
         gate_up, down = [], []
         for expert in self._experts:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from engine.config import Quantization
 from engine.parallel import Span
-from kernels.quantized import QuantizedWeight
+from kernels.quantized import QuantizedRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +47,19 @@ class WeightedLayer(nn.Module):
         A layer that does not lose by it follows `quantization`.
         """
 
+    def rounding(self, quantization: Quantization) -> Quantization:
+        """How `pack` rounds: none, int8 or int4."""
+        return "none"
+
     def quantizable(self) -> Collection[str]:
-        """Names, as those of `weights`, that `pack_quantized` takes."""
+        """Names, as those of `weights`, that `pack_quantized` takes: matrices."""
         return ()
 
-    def pack_quantized(self, weights: Mapping[str, QuantizedWeight]) -> bool:
+    def pack_quantized(self, weights: Mapping[str, QuantizedRows]) -> bool:
         """Instead of `pack`: all that is `quantizable`, the rest being filled.
 
-        Return whether their forms go together; if not, nothing happened.
+        Rows are read while they are packed: the weight is never there as floats. Return whether
+        their forms go together; if not, nothing happened.
         """
         raise NotImplementedError
 

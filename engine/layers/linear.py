@@ -9,11 +9,12 @@ from torch import Tensor
 from engine.config import Quantization
 from engine.layers.layer import Shard, WeightedLayer
 from engine.layers.low_rank import LowRankAdditions
+from engine.layers.plain import empty_weight
 from engine.layers.quantization import pack_linear
 from engine.parallel import Span
 from kernels.experts import ExchangeGroup
 from kernels.ops import Linear, Ops, RowProduct
-from kernels.quantized import QuantizedWeight, concat_rows
+from kernels.quantized import QuantizedRows, concat_rows
 
 
 class LinearSeries(Protocol):
@@ -51,7 +52,7 @@ class FusedLinear(WeightedLayer):
             name: width if isinstance(width, Span) else Span.whole(width)
             for name, width in parts.items()
         }
-        self._weight: Tensor | None = torch.empty(self.out_features, len(self._in))
+        self._weight: Tensor | None = empty_weight(self.out_features, len(self._in))
         self._bias: Tensor | None = torch.empty(self.out_features) if bias else None
         self._has_bias = bias
         self._is_quantizable = is_quantizable
@@ -62,9 +63,9 @@ class FusedLinear(WeightedLayer):
         """What adapters add; None: the model takes none."""
 
     @property
-    def in_features(self) -> int:
-        """Inputs that this rank has."""
-        return len(self._in)
+    def inputs(self) -> Span:
+        """The part of the inputs that this rank has."""
+        return self._in
 
     @property
     def out_features(self) -> int:
@@ -111,13 +112,10 @@ class FusedLinear(WeightedLayer):
         """The product, without what adapters add; None: it is not this rank's for good."""
         return self._linear if self._series is None else None
 
-    def columns(self) -> dict[str, slice]:
-        """Where each projection is among the outputs."""
-        found, start = {}, 0
-        for name, span in self._parts.items():
-            found[name] = slice(start, start + len(span))
-            start += len(span)
-        return found
+    @property
+    def parts(self) -> Mapping[str, Span]:
+        """The part of each projection's outputs that this rank computes, in order."""
+        return self._parts
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Views of the fused tensors, one per projection."""
@@ -161,18 +159,21 @@ class FusedLinear(WeightedLayer):
         if self._is_elsewhere:
             return
         assert self._weight is not None, "the weights are packed already"
-        if not self._is_quantizable:
-            quantization = "none"
-        self._linear = pack_linear(self._ops, self._weight, self._own_bias(), quantization)
+        rounding = self.rounding(quantization)
+        self._linear = pack_linear(self._ops, self._weight, self._own_bias(), rounding)
         self._weight = self._bias = None
 
+    def rounding(self, quantization: Quantization) -> Quantization:
+        """As it says, unless the layer is never quantised."""
+        return quantization if self._is_quantizable else "none"
+
     def quantizable(self) -> Collection[str]:
-        """Every projection."""
-        if self._is_elsewhere:
+        """Every projection, but of a series: those are packed alike on all ranks."""
+        if self._series is not None:
             return ()
         return [f"{name}.weight" for name in self._parts] if self._is_quantizable else ()
 
-    def pack_quantized(self, weights: Mapping[str, QuantizedWeight]) -> bool:
+    def pack_quantized(self, weights: Mapping[str, QuantizedRows]) -> bool:
         """Hand the projections to the backend, side by side."""
         fused = concat_rows([weights[f"{name}.weight"] for name in self._parts])
         if fused is None:

@@ -1,9 +1,10 @@
 """Low-rank additions to projections, a different one for each row of a batch."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -44,19 +45,20 @@ class LowRankAdditions:
 
     def __init__(self, rows: AdapterRows) -> None:
         self._rows = rows
-        self._deltas: dict[str, Sequence[LowRankDelta]] = {}
+        self._deltas: dict[str, list[LowRankDelta]] = {}
 
     @property
     def are_in_use(self) -> bool:
         """Whether the running forward pass has rows with adapters."""
         return bool(self._rows.rows)
 
-    def put(self, adapter: str, deltas: Sequence[LowRankDelta]) -> None:
-        """Use the deltas for this adapter from now on; none: it leaves this projection alone."""
-        if deltas:
-            self._deltas[adapter] = deltas
-        else:
-            self._deltas.pop(adapter, None)
+    def put(self, adapter: str, delta: LowRankDelta) -> None:
+        """Use the delta, beside those of other outputs, for this adapter from now on."""
+        self._deltas.setdefault(adapter, []).append(delta)
+
+    def drop(self, adapter: str) -> None:
+        """Leave this projection alone."""
+        self._deltas.pop(adapter, None)
 
     def add_(self, x: Tensor, out: Tensor) -> None:
         """x: [T, in_features], the projection's input; out: [T, out_features], its output."""
@@ -67,3 +69,53 @@ class LowRankAdditions:
             part = x.index_select(0, rows)
             for delta in deltas:
                 out[rows, delta.columns] += (part @ delta.a.T) @ delta.b.T
+
+
+@dataclass(frozen=True, slots=True)
+class LatentDelta:
+    """b a, added to the up-projection of latent attention, b by head."""
+
+    a: Tensor
+    """[rank, R]."""
+    b_uk: Tensor
+    """[H, rank, Dn]: of what makes keys."""
+    b_uv: Tensor
+    """[H, rank, Dv]: of what makes values."""
+
+
+class LatentAdditions:
+    """The deltas of one up-projection, by adapter, for attention in absorbed form."""
+
+    def __init__(self, rows: AdapterRows) -> None:
+        self._rows = rows
+        self._deltas: dict[str, LatentDelta] = {}
+
+    def put(self, adapter: str, delta: LatentDelta | None) -> None:
+        """Use the delta for this adapter from now on; None: it leaves this projection alone."""
+        if delta is not None:
+            self._deltas[adapter] = delta
+        else:
+            self._deltas.pop(adapter, None)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the running forward pass has rows that it changes."""
+        return any(adapter in self._deltas for adapter in self._rows.rows)
+
+    def add_to_queries_(self, q_nope: Tensor, q_latent: Tensor) -> None:
+        """q_nope: [T, H, Dn]; q_latent: [T, H, R], their products with w_uk."""
+        for rows, delta in self._active():
+            # [n, H, rank]
+            low = torch.einsum("nhd,hrd->nhr", q_nope[rows], delta.b_uk)
+            q_latent[rows] += low @ delta.a
+
+    def add_to_values_(self, attended: Tensor, out: Tensor) -> None:
+        """attended: [T, H, R]; out: [T, H, Dv], their products with w_uv."""
+        for rows, delta in self._active():
+            low = attended[rows] @ delta.a.T
+            out[rows] += torch.einsum("nhr,hrv->nhv", low, delta.b_uv)
+
+    def _active(self) -> Iterator[tuple[Tensor, LatentDelta]]:
+        for adapter, rows in self._rows.rows.items():
+            if (delta := self._deltas.get(adapter)) is not None:
+                yield rows, delta

@@ -14,7 +14,9 @@ from engine.config import MLAConfig, ModelConfig, Quantization
 from engine.layers.attention import OnLayer
 from engine.layers.layer import Shard, WeightedLayer
 from engine.layers.linear import FusedLinear
+from engine.layers.low_rank import LatentAdditions, LatentDelta
 from engine.layers.norm import RMSNorm
+from engine.layers.plain import empty_weight
 from engine.layers.rows import rows_of
 from engine.parallel import Parallel, Span, split_evenly
 from kernels.kv_cache import KVCache
@@ -40,10 +42,29 @@ class KVUpProjection(WeightedLayer):
         self._ops = ops
         self._heads = heads
         self._nope = config.qk_nope_head_dim
+        self._latent_size = config.kv_lora_rank
         self._rows = heads.scaled(config.qk_nope_head_dim + config.v_head_dim)
-        self._weight: Tensor | None = torch.empty(len(self._rows), config.kv_lora_rank)
+        self._weight: Tensor | None = empty_weight(len(self._rows), config.kv_lora_rank)
         self._w_uk: Tensor | None = None
         self._w_uv: Tensor | None = None
+        self.additions: LatentAdditions | None = None
+        """What adapters add; None: the model takes none."""
+
+    @property
+    def outputs(self) -> Span:
+        """The rows of this rank's heads."""
+        return self._rows
+
+    @property
+    def num_inputs(self) -> int:
+        """Width of a latent."""
+        return self._latent_size
+
+    def low_rank(self, a: Tensor, b: Tensor) -> LatentDelta:
+        """a: [rank, R]; b: [rows of this rank's heads, rank]."""
+        by_head = b.view(len(self._heads), -1, b.shape[1]).transpose(1, 2)
+        b_uk, b_uv = by_head[..., : self._nope], by_head[..., self._nope :]
+        return LatentDelta(a, b_uk.contiguous(), b_uv.contiguous())
 
     @property
     def w_uk(self) -> Tensor:
@@ -200,6 +221,9 @@ class MLAttention(nn.Module):
     def _attend(self, q_nope: Tensor, q_rope: Tensor, caches: Caches, kv: KVBatch) -> Tensor:
         """-> [T, H, Dv]. Sequences with few queries take the absorbed form, the others expand."""
         num_seqs, num_tokens = kv.num_decode_seqs, kv.num_decode_tokens
+        additions = self.kv_b_proj.additions
+        if additions is not None and additions.is_active:
+            return self._adapted(q_nope, q_rope, caches, kv, additions)
         if num_tokens == len(q_nope):
             return self._absorbed(q_nope, q_rope, caches, kv)
         if num_tokens == 0:
@@ -219,9 +243,30 @@ class MLAttention(nn.Module):
     def _attend_latents(
         self, q_latent: Tensor, q_rope: Tensor, caches: Caches, kv: KVBatch
     ) -> Tensor:
+        attended = self._attended(q_latent, q_rope, caches, kv)
+        return self._ops.head_matmul(attended, self.kv_b_proj.w_uv)
+
+    def _adapted(
+        self,
+        q_nope: Tensor,
+        q_rope: Tensor,
+        caches: Caches,
+        kv: KVBatch,
+        additions: LatentAdditions,
+    ) -> Tensor:
+        """In absorbed form, whatever the number of queries: latents are the same for all rows."""
+        q_latent = self._ops.head_matmul(q_nope, self.kv_b_proj.w_uk).contiguous()
+        additions.add_to_queries_(q_nope, q_latent)
+        attended = self._attended(q_latent, q_rope, caches, kv)
+        out = self._ops.head_matmul(attended, self.kv_b_proj.w_uv).contiguous()
+        additions.add_to_values_(attended, out)
+        return out
+
+    def _attended(self, q_latent: Tensor, q_rope: Tensor, caches: Caches, kv: KVBatch) -> Tensor:
+        """-> [T, H, R]."""
         if (o_proj := self.o_proj.packed) is not None:
             self._ops.prefetch(o_proj, q_latent)
-        attended = self._ops.mla_paged_attention(
+        return self._ops.mla_paged_attention(
             q_latent,
             q_rope,
             *caches,
@@ -231,7 +276,6 @@ class MLAttention(nn.Module):
             self._mla.softmax_scale,
             kv.max_seqlen_q,
         )
-        return self._ops.head_matmul(attended, self.kv_b_proj.w_uv)
 
     def _expanded(self, q_nope: Tensor, q_rope: Tensor, caches: Caches, kv: KVBatch) -> Tensor:
         return self._ops.mla_prefill_attention(

@@ -1,11 +1,13 @@
 """Weights in fewer bits: quantised when the plain ones are packed, activations stay as they are."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from engine.config import Quantization
 from kernels.ops import GroupedLinear, Linear, Ops
-from kernels.quantized import QuantizedWeight
+from kernels.quantized import QuantizedForm, QuantizedWeight
 
 INT4_GROUP_SIZE = 32
 _INT8_MAX, _INT4_MAX = 127, 15
@@ -47,30 +49,63 @@ def quantize_int4(weight: Tensor, group_size: int = INT4_GROUP_SIZE) -> Quantize
     return QuantizedWeight(values, scale, offset, group_size, 4)
 
 
+class RoundedRows:
+    """Implements `QuantizedRows` for floats: each row is rounded when it is asked for."""
+
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        read: Callable[[slice], Tensor],
+        quantization: Quantization,
+    ) -> None:
+        """read: the rows of a slice, in any floating type. quantization: int8 or int4."""
+        self.shape = shape
+        self._read = read
+        self._round = quantize_int8 if quantization == "int8" else quantize_int4
+        self.form = (
+            QuantizedForm(shape[1], 8, has_offset=False)
+            if quantization == "int8"
+            else QuantizedForm(min(INT4_GROUP_SIZE, shape[1]), 4, has_offset=True)
+        )
+
+    @classmethod
+    def of(cls, weight: Tensor, quantization: Quantization) -> "RoundedRows":
+        """weight: [out, in]."""
+        num_outputs, num_inputs = weight.shape
+        return cls((num_outputs, num_inputs), weight.__getitem__, quantization)
+
+    def rows(self, index: slice) -> QuantizedWeight:
+        """Read them and round them."""
+        return self._round(self._read(index).float())
+
+
 def pack_linear(
     ops: Ops, weight: Tensor, bias: Tensor | None, quantization: Quantization
 ) -> Linear:
     """weight: [out, in], as float; see `Ops.linear`."""
-    if quantization == "int8":
-        return ops.quantized_linear(quantize_int8(weight), bias)
-    if quantization == "int4":
-        return ops.quantized_linear(quantize_int4(weight), bias)
+    if quantization in ("int8", "int4"):
+        return ops.quantized_linear(RoundedRows.of(weight, quantization), bias)
     return ops.linear(weight, bias)
 
 
+def vocabulary_rounding(quantization: Quantization) -> Quantization:
+    """Never below 8 bits: logits feel each row's error."""
+    return "int8" if quantization in ("int8", "int4") else "none"
+
+
 def pack_vocabulary(ops: Ops, weight: Tensor, quantization: Quantization) -> Linear:
-    """weight: [vocab, hidden], as float. Never below 8 bits: logits feel each row's error."""
-    if quantization in ("int8", "int4"):
-        return ops.quantized_vocabulary(quantize_int8(weight))
-    return ops.vocabulary(weight)
+    """weight: [vocab, hidden], as float."""
+    rounding = vocabulary_rounding(quantization)
+    if rounding == "none":
+        return ops.vocabulary(weight)
+    return ops.quantized_vocabulary(RoundedRows.of(weight, rounding))
 
 
 def pack_grouped_linear(ops: Ops, weight: Tensor, quantization: Quantization) -> GroupedLinear:
     """weight: [groups, out, in], as float; see `Ops.grouped_linear`."""
-    if quantization == "int8":
-        return ops.grouped_quantized_linear([quantize_int8(group) for group in weight])
-    if quantization == "int4":
-        return ops.grouped_quantized_linear([quantize_int4(group) for group in weight])
+    if quantization in ("int8", "int4"):
+        rows = [RoundedRows.of(group, quantization) for group in weight]
+        return ops.grouped_quantized_linear(rows)
     return ops.grouped_linear(weight)
 
 

@@ -42,6 +42,10 @@ class Rows(Protocol):
         """reduce(linear(x)), as one where the device can."""
         ...
 
+    def own(self, x: Tensor) -> Tensor:
+        """All rows, the same on every rank -> as between blocks."""
+        ...
+
 
 class ReplicatedRows:
     """Every rank has every row."""
@@ -67,6 +71,10 @@ class ReplicatedRows:
     def reduce_from(self, linear: FusedLinear, x: Tensor) -> Tensor:
         """The product, then AllReduce."""
         return self.reduce(linear(x))
+
+    def own(self, x: Tensor) -> Tensor:
+        """x: they are here."""
+        return x
 
 
 class ScatteredRows:
@@ -99,6 +107,11 @@ class ScatteredRows:
         """The product and ReduceScatter, in one operator or two."""
         product = linear.reduce_scattered(self._fused)
         return self.reduce(linear(x)) if product is None else product(self._padded(x))
+
+    def own(self, x: Tensor) -> Tensor:
+        """Pad the tail, then cut."""
+        parts = self._padded(x).chunk(self._group.size)
+        return parts[self._group.rank].contiguous()
 
     def _padded(self, x: Tensor) -> Tensor:
         padding = -len(x) % self._group.size

@@ -43,11 +43,11 @@ class Decoder(nn.Module):
             build_layer(config, layer_idx, ops, parallel) for layer_idx in range(config.num_layers)
         )
         self._main_layers = list(self.layers)
-        self._mtp: MTPLayer | None = None
-        if config.drafts_with_mtp:
-            layer = build_layer(config, config.num_layers, ops, parallel)
-            self._mtp = MTPLayer(config, ops, layer)
-            self.layers.append(self._mtp)
+        self._mtp = [
+            MTPLayer(config, ops, build_layer(config, layer_idx, ops, parallel), self._rows)
+            for layer_idx in range(config.num_layers, config.num_kv_layers)
+        ]
+        self.layers.extend(self._mtp)
         self.norm = RMSNorm(size, config.rms_norm_eps, name="norm", ops=ops)
 
     def forward(
@@ -72,12 +72,12 @@ class Decoder(nn.Module):
         hidden: Tensor,
         kv: KVBatch,
         on_layer: OnLayer | None,
+        depth: int,
     ) -> Tensor:
-        """The MTP layer on `forward`'s states of tokens, and the tokens after them."""
-        assert self._mtp is not None, "the model has no MTP layer"
+        """MTP layer `depth` on states of tokens, and tokens after them; see `MTPLayer`."""
         slots = self._ops.slot_index(kv.slot_mapping, kv.k_caches[0], kv.v_caches[0])
         kv = replace(kv, slot_mapping=slots)
-        states: Tensor = self._mtp(
+        states: Tensor = self._mtp[depth](
             self.embed_tokens(next_ids), hidden, self.rotary_emb(positions), kv, on_layer
         )
         return states
@@ -130,9 +130,8 @@ class DecoderForCausalLM(nn.Module):
         config = self.config
         after = config.num_layers + config.num_mtp_layers
         unused = tuple(f"model.layers.{i}." for i in range(config.num_kv_layers, after))
-        if config.drafts_with_mtp:  # copies of the model's own
-            mtp = f"model.layers.{config.num_layers}."
-            unused += (f"{mtp}embed_tokens.", f"{mtp}shared_head.head.")
+        for i in range(config.num_layers, config.num_kv_layers):  # copies of the model's own
+            unused += (f"model.layers.{i}.embed_tokens.", f"model.layers.{i}.shared_head.head.")
         return unused
 
     def forward(
@@ -156,13 +155,14 @@ class DecoderForCausalLM(nn.Module):
         hidden: Tensor,
         kv: KVBatch,
         on_layer: OnLayer | None = None,
+        depth: int = 0,
     ) -> Tensor:
-        """States [T, hidden_size] that `logits` turns into those of the token after the next.
+        """States [T, hidden_size] that `logits` turns into those of a token further ahead.
 
-        next_ids: [T], the token after each position; hidden: [T, hidden_size], of `forward` or, for
-        a token further ahead, of `draft`. Writes the KV of the MTP layer.
+        next_ids: [T], the token `depth` + 1 after each position; hidden: [T, hidden_size], of
+        `forward` for depth 0, else of the depth before. Writes the KV of that MTP layer.
         """
-        states: Tensor = self.model.draft(next_ids, positions, hidden, kv, on_layer)
+        states: Tensor = self.model.draft(next_ids, positions, hidden, kv, on_layer, depth)
         return states
 
     def logits(self, hidden: Tensor) -> Tensor:

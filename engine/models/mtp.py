@@ -1,9 +1,10 @@
-"""The layer after the last, which predicts one token further: the model's own source of drafts.
+"""Layers after the last, which predict tokens further ahead: the model's own source of drafts.
 
-    h_i, the model's final state at token i, and token i + 1  --> state --> logits of token i + 2
+    depth 0: h_i, the model's final state at token i, and token i + 1 --> state --> token i + 2
+    depth 1: that state, and token i + 2                              --> state --> token i + 3
 
-Its keys and values are a layer of the cache as any other. Used again on its own state and draft, it
-predicts further tokens, with less success.
+Their keys and values are layers of the cache as any other. The last one used again on its own state
+and draft predicts further tokens, with less success.
 
 Source: DeepSeek-V3 (arXiv 2412.19437), section 2.2.
 """
@@ -16,6 +17,7 @@ from engine.config import ModelConfig
 from engine.layers.attention import OnLayer
 from engine.layers.linear import FusedLinear
 from engine.layers.norm import RMSNorm
+from engine.layers.rows import Rows
 from engine.models.layer import DecoderLayer
 from kernels.ops import Ops
 
@@ -26,8 +28,9 @@ class MTPLayer(nn.Module):
     Weights are named as DeepSeek names them, `model.layers.<num_layers>.*`.
     """
 
-    def __init__(self, config: ModelConfig, ops: Ops, layer: DecoderLayer) -> None:
+    def __init__(self, config: ModelConfig, ops: Ops, layer: DecoderLayer, rows: Rows) -> None:
         super().__init__()
+        self._rows = rows
         size, eps = config.hidden_size, config.rms_norm_eps
         self.enorm = RMSNorm(size, eps, name="enorm", ops=ops)
         self.hnorm = RMSNorm(size, eps, name="hnorm", ops=ops)
@@ -46,11 +49,12 @@ class MTPLayer(nn.Module):
         kv: KVBatch,
         on_layer: OnLayer | None,
     ) -> Tensor:
-        """embedded: [T, hidden_size], of the next tokens; hidden: [T, hidden_size], of the tokens.
+        """embedded: of the tokens ahead, rows as between blocks; hidden: [T, hidden_size].
 
-        -> states [T, hidden_size], for the head and for this layer again.
+        -> states [T, hidden_size], for the head, for the next depth and for this layer again.
         """
-        x = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
+        own = self._rows.own(hidden)
+        x = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(own)], dim=-1))
         x, residual = self._layer[0](x, None, rotary, kv, on_layer)
         normed, _ = self.norm.add(x, residual)
-        return normed
+        return self._rows.gather(normed, len(hidden))

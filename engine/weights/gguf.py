@@ -1,7 +1,7 @@
-"""Models in GGUF files: metadata as a `ModelConfig`, tensors as Hugging Face has them."""
+"""Tensors in GGUF files, as Hugging Face names and orders them."""
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,23 +11,18 @@ from gguf import quants
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
-from engine.architectures import GGUF_ARCHITECTURES
-from engine.config import ModelConfig, MoEConfig, RopeConfig, RopeType
+from engine.config import MLAConfig, ModelConfig
 from engine.errors import UnsupportedModel, WeightsError
-from engine.models.config import SPARSE
-from engine.models.rope_config import yarn_attention_factor
-from engine.weights.gguf_blocks import keeps, read_blocks
-from engine.weights.gguf_file import GGUFFile, GGUFTensor, Value
-from engine.weights.source import SourceTensor
+from engine.weights.gguf_blocks import form_of, read_blocks
+from engine.weights.gguf_file import GGUFFile, GGUFTensor
+from engine.weights.source import Index, SourceTensor
 from kernels.quantized import QuantizedWeight
 
+Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
-Reorder = Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
-"""Permutes rows."""
 
 # Per architecture: projections whose rows llama.cpp's converter reorders, see `halves_from_pairs`.
 _INTERLEAVED = {"llama": ("attn_q", "attn_k")}
-_ROPE_TYPES: dict[str, RopeType] = {"none": "default", "linear": "linear", "yarn": "yarn"}
 _QUANTIZATIONS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 _K_QUANTIZATIONS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 SUPPORTED = _QUANTIZATIONS + _K_QUANTIZATIONS
@@ -50,7 +45,20 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
+# The router's bias, which is no bias of a projection.
+_CORRECTION, _CORRECTION_NAME = "exp_probs_b", "mlp.gate.e_score_correction_bias"
+# Of latent attention, kv_b_proj in two: [heads, kv_lora_rank, nope] and [heads, v, kv_lora_rank].
+_KEYS_UP, _VALUES_UP = "attn_k_b", "attn_v_b"
 # Tensors [experts, rows, columns], one part of every expert each.
 _EXPERT_NAMES = {
     "ffn_gate_exps": "gate_proj",
@@ -61,59 +69,13 @@ _EXPERT_NAMES = {
 _ROPE_DIVISORS = "rope_freqs.weight"
 
 
-def gguf_model_config(file: GGUFFile) -> ModelConfig:
-    """Read the metadata.
-
-    Raises: UnsupportedModel: the architecture or rope type is not built.
-        WeightsError: a value is missing.
-    """
-    architecture = _text(file, "general.architecture")
-    if architecture not in GGUF_ARCHITECTURES:
-        supported = ", ".join(sorted(GGUF_ARCHITECTURES))
-        raise UnsupportedModel(
-            f"general.architecture is {architecture!r} in {file.path}, supported: {supported}"
-        )
-    if (num_files := file.metadata.get("split.count", 1)) not in (0, 1):
-        raise UnsupportedModel(f"{file.path} is one of {num_files} files; merge them first")
-    number = partial(_number, file, architecture)
-    hidden_size, num_heads = int(number("embedding_length")), int(number("attention.head_count"))
-    head_dim = int(number("attention.key_length", hidden_size // num_heads))
-    if (rope_dim := int(number("rope.dimension_count", head_dim))) != head_dim:
-        raise UnsupportedModel(f"rope.dimension_count is {rope_dim}, head_dim {head_dim}")
-    context_length = int(number("context_length"))
-    shapes = {tensor.name: tensor.shape for tensor in file.tensors}
-    if "token_embd.weight" not in shapes:
-        raise WeightsError(f"{file.path} has no tensor token_embd.weight")
-    bos = file.metadata.get("tokenizer.ggml.bos_token_id")
-    return ModelConfig(
-        architecture=GGUF_ARCHITECTURES[architecture],
-        vocab_size=shapes["token_embd.weight"][0],
-        hidden_size=hidden_size,
-        intermediate_size=int(number("feed_forward_length")),
-        num_layers=int(number("block_count")),
-        num_heads=num_heads,
-        num_kv_heads=int(number("attention.head_count_kv", num_heads)),
-        head_dim=head_dim,
-        rms_norm_eps=float(number("attention.layer_norm_rms_epsilon")),
-        rope=_rope_config(file, architecture, context_length),
-        max_position_embeddings=context_length,
-        tie_word_embeddings="output.weight" not in shapes,
-        attention_bias="blk.0.attn_q.bias" in shapes,
-        mlp_bias="blk.0.ffn_up.bias" in shapes,
-        moe=_moe_config(file, architecture),
-        bos_token_id=bos if isinstance(bos, int) else None,
-        eos_token_ids=_eos_token_ids(file),
-        dtype="gguf",
-    )
-
-
 def gguf_tensors(file: GGUFFile, config: ModelConfig) -> list[SourceTensor]:
     """Every weight under its Hugging Face name, dequantised to float32 when read.
 
     Raises: UnsupportedModel: a quantisation is not supported.
         WeightsError: a tensor has a name that means nothing here.
     """
-    interleaved = _INTERLEAVED.get(_text(file, "general.architecture"), ())
+    interleaved = _INTERLEAVED.get(str(file.metadata["general.architecture"]), ())
     sources: list[SourceTensor] = []
     for tensor in file.tensors:
         if tensor.name == _ROPE_DIVISORS:
@@ -124,25 +86,23 @@ def gguf_tensors(file: GGUFFile, config: ModelConfig) -> list[SourceTensor]:
                 f"supported: {', '.join(SUPPORTED)}"
             )
         stem, _, kind = tensor.name.rpartition(".")
-        if stem.rpartition(".")[2] in _EXPERT_NAMES:
+        part = stem.rpartition(".")[2]
+        if part in _EXPERT_NAMES:
             sources.extend(_experts(file, tensor))
             continue
-        reorder: Reorder | None = None
-        if stem.rpartition(".")[2] in interleaved:
-            reorder = partial(halves_from_pairs, head_dim=config.head_dim)
-        sources.append(
-            SourceTensor(
-                name=f"{_hf_name(file, stem)}.{kind}",
-                shape=tensor.shape,
-                read=partial(_read, tensor, reorder),
-                read_part=None if reorder else partial(_read_part, tensor),
-                read_quantized=_reader_quantized(tensor, reorder),
-            )
-        )
+        if part == _VALUES_UP:
+            continue  # with _KEYS_UP
+        if part == _KEYS_UP:
+            sources.append(_up_projection(file, tensor, config.mla))
+            continue
+        order: Array | None = None
+        if part in interleaved:
+            order = halves_from_pairs(np.arange(tensor.shape[0]), config.head_dim)
+        sources.append(_source(_hf_name(file, stem, kind), tensor, order))
     return sources
 
 
-def halves_from_pairs(rows: npt.NDArray[Any], head_dim: int) -> npt.NDArray[Any]:
+def halves_from_pairs(rows: Array, head_dim: int) -> Array:
     """Undo the row order of llama.cpp's converter: it puts the dims of a rotated pair side by side.
 
     rows: [heads * head_dim, ...]; within a head, pair i moves from rows (2i, 2i + 1) to rows
@@ -152,138 +112,115 @@ def halves_from_pairs(rows: npt.NDArray[Any], head_dim: int) -> npt.NDArray[Any]
     return pairs.swapaxes(1, 2).reshape(rows.shape)
 
 
-def dequantize(tensor: GGUFTensor) -> Floats:
-    """The tensor's values in float32."""
-    block_size, block_bytes = GGML_QUANT_SIZES[tensor.quantization]
-    if tensor.quantization == GGMLQuantizationType.F32:
-        return tensor.data.view(np.float32).reshape(tensor.shape)
+def dequantize(data: Array, quantization: GGMLQuantizationType) -> Floats:
+    """data: bytes of whole blocks, in any shape -> their values in float32, flat."""
+    block_size, block_bytes = GGML_QUANT_SIZES[quantization]
+    data = np.ascontiguousarray(data).reshape(-1)
+    if quantization == GGMLQuantizationType.F32:
+        return data.view(np.float32)
     # NOTE: gguf.quants works on 16 rows at a time. Rows of 256 blocks, whatever the tensor's own,
     # keep numpy busy and the interpreter lock free: several times faster, and threads help.
-    num_blocks = len(tensor.data) // block_bytes
+    num_blocks = len(data) // block_bytes
     head = num_blocks // 256 * 256
-    parts = [tensor.data[: head * block_bytes].reshape(-1, 256 * block_bytes)]
-    parts.append(tensor.data[head * block_bytes :].reshape(1, -1))
+    parts = [data[: head * block_bytes].reshape(-1, 256 * block_bytes)]
+    parts.append(data[head * block_bytes :].reshape(1, -1))
     out = np.empty(num_blocks * block_size, np.float32)
     start = 0
     for part in parts:
         if part.size:
-            values = quants.dequantize(part, tensor.quantization).reshape(-1)
+            values = quants.dequantize(part, quantization).reshape(-1)
             out[start : start + len(values)] = values
             start += len(values)
-    return out.reshape(tensor.shape)
+    return out
 
 
-def _read(tensor: GGUFTensor, reorder: Reorder | None) -> Tensor:
-    values = dequantize(tensor)
-    if reorder is not None:
-        values = reorder(values)
-    # torch cannot express that the mapped file is read-only, so it gets a copy of that.
-    return torch.from_numpy(values if values.flags.writeable else values.copy())
+def _source(name: str, tensor: GGUFTensor, order: Array | None = None) -> SourceTensor:
+    """order: the stored rows, as the model has them; None: so they are."""
 
+    def rows_of(index: Index) -> slice | Array:
+        return index[0] if order is None else order[index[0]]
 
-def _read_part(tensor: GGUFTensor, index: Sequence[slice]) -> Tensor:
-    """Only the rows asked for are dequantised."""
-    rows, *others = index
-    data = tensor.data.reshape(tensor.shape[0], -1)[rows].reshape(-1)
-    shape = (rows.stop - rows.start, *tensor.shape[1:])
-    part = GGUFTensor(tensor.name, shape, tensor.quantization, data)
-    return _read(part, None)[(slice(None), *others)]
+    def read(index: Index) -> Tensor:
+        if len(tensor.shape) == 1:
+            values = dequantize(
+                tensor.blocks(slice(0, 1), slice(0, tensor.shape[0])), tensor.quantization
+            )
+            return torch.from_numpy(values if order is None else values[order])[index]
+        columns = index[1] if len(index) == 2 else slice(0, tensor.matrix[1])
+        blocks = tensor.blocks(rows_of(index), columns)
+        values = dequantize(blocks, tensor.quantization).reshape(len(blocks), -1)
+        skipped = columns.start % GGML_QUANT_SIZES[tensor.quantization][0]
+        part = values[:, skipped : skipped + columns.stop - columns.start]
+        if len(index) == 2:
+            return torch.from_numpy(part)
+        return torch.from_numpy(part.reshape(-1, *tensor.shape[1:]))[(slice(None), *index[1:])]
 
+    def read_quantized(index: Index) -> QuantizedWeight:
+        return read_blocks(tensor.quantization, tensor.blocks(rows_of(index), index[1]))
 
-def _reader_quantized(
-    tensor: GGUFTensor, reorder: Reorder | None
-) -> Callable[[], QuantizedWeight] | None:
-    if not keeps(tensor):
-        return None
-    return partial(read_blocks, tensor, reorder)
+    return SourceTensor(name, tensor.shape, read, form_of(tensor), read_quantized)
 
 
 def _experts(file: GGUFFile, tensor: GGUFTensor) -> Iterator[SourceTensor]:
     _, layer_idx, part, kind = tensor.name.split(".")
     if len(tensor.shape) != 3 or kind != "weight":
         raise WeightsError(f"{tensor.name} in {file.path} has shape {list(tensor.shape)}")
-    num_experts, *shape = tensor.shape
-    num_bytes = len(tensor.data) // num_experts
-    for expert in range(num_experts):
+    for expert in range(tensor.shape[0]):
         name = f"model.layers.{layer_idx}.mlp.experts.{expert}.{_EXPERT_NAMES[part]}.weight"
-        data = tensor.data[expert * num_bytes : (expert + 1) * num_bytes]
-        own = GGUFTensor(name, tuple(shape), tensor.quantization, data)
-        yield SourceTensor(
-            name,
-            own.shape,
-            partial(_read, own, None),
-            partial(_read_part, own),
-            read_quantized=_reader_quantized(own, None),
-        )
+        yield _source(name, tensor.slice_of(expert, name))
 
 
-def _hf_name(file: GGUFFile, stem: str) -> str:
+def _up_projection(file: GGUFFile, keys: GGUFTensor, mla: MLAConfig | None) -> SourceTensor:
+    """kv_b_proj of latent attention: by head, what makes keys, and what makes values."""
+    stem = keys.name.removesuffix(f".{_KEYS_UP}.weight")
+    found = [t for t in file.tensors if t.name == f"{stem}.{_VALUES_UP}.weight"]
+    if mla is None or not found:
+        raise WeightsError(f"{file.path} has {keys.name}, but no {_VALUES_UP} beside it")
+    num_heads, nope, width = keys.shape[0], mla.qk_nope_head_dim, mla.v_head_dim
+    wanted = ((num_heads, mla.kv_lora_rank, nope), (num_heads, width, mla.kv_lora_rank))
+    if (keys.shape, found[0].shape) != wanted:
+        shapes = f"{list(keys.shape)} and {list(found[0].shape)}"
+        raise WeightsError(f"{keys.name} and {_VALUES_UP} in {file.path} are {shapes}")
+    key_source, value_source = _source("", keys), _source("", found[0])
+    size = nope + width
+
+    def read(index: Index) -> Tensor:
+        rows, columns = index
+        heads = slice(rows.start // size, -(-rows.stop // size))
+        whole = [slice(0, length) for length in (mla.kv_lora_rank, nope, width)]
+        k = key_source.read((heads, whole[0], whole[1])).transpose(1, 2)
+        both = torch.cat([k, value_source.read((heads, whole[2], whole[0]))], dim=1)
+        first = rows.start - heads.start * size
+        return both.flatten(0, 1)[first : first + rows.stop - rows.start, columns]
+
+    name = f"{_layer_name(file, stem)}.self_attn.kv_b_proj.weight"
+    return SourceTensor(name, (num_heads * size, mla.kv_lora_rank), read)
+
+
+def _hf_name(file: GGUFFile, stem: str, kind: str) -> str:
     if stem in _TOP_NAMES:
-        return _TOP_NAMES[stem]
-    block, _, rest = stem.partition(".")
-    layer_idx, _, part = rest.partition(".")
-    if block != "blk" or part not in _LAYER_NAMES:
+        return f"{_TOP_NAMES[stem]}.{kind}"
+    block, _, part = stem.rpartition(".")
+    if part == _CORRECTION:
+        return f"{_layer_name(file, block)}.{_CORRECTION_NAME}"
+    if part not in _LAYER_NAMES:
         raise WeightsError(f"{file.path} has a tensor {stem!r} that this model does not have")
-    return f"model.layers.{layer_idx}.{_LAYER_NAMES[part]}"
+    return f"{_layer_name(file, block)}.{_LAYER_NAMES[part]}.{kind}"
 
 
-def _moe_config(file: GGUFFile, architecture: str) -> MoEConfig | None:
-    if GGUF_ARCHITECTURES[architecture] not in SPARSE:
-        return None
-    number = partial(_number, file, architecture)
-    num_experts, k = int(number("expert_count")), int(number("expert_used_count"))
-    if not 1 <= k <= num_experts:
-        raise WeightsError(f"{file.path} uses {k} of {num_experts} experts")
-    return MoEConfig(
-        num_experts=num_experts,
-        num_experts_per_tok=k,
-        intermediate_size=int(number("expert_feed_forward_length")),
-        # The format knows neither models without normalisation nor dense layers in qwen3moe.
-        norm_topk_prob=True,
-        layers=frozenset(range(int(number("block_count")))),
-    )
+def _layer_name(file: GGUFFile, block: str) -> str:
+    """blk.3 -> model.layers.3"""
+    kind, _, layer_idx = block.partition(".")
+    if kind != "blk" or not layer_idx.isdigit():
+        raise WeightsError(f"{file.path} has a tensor in {block!r} that this model does not have")
+    return f"model.layers.{layer_idx}"
 
 
-def _rope_config(file: GGUFFile, architecture: str, context_length: int) -> RopeConfig:
-    number = partial(_number, file, architecture)
-    scaling = str(file.metadata.get(f"{architecture}.rope.scaling.type", "none"))
-    if scaling not in _ROPE_TYPES:
-        raise UnsupportedModel(
-            f"rope.scaling.type is {scaling!r} in {file.path}, supported: {', '.join(_ROPE_TYPES)}"
-        )
-    factor = float(number("rope.scaling.factor", 1.0))
-    attention_factor = 1.0
-    if scaling == "yarn":
-        extra = float(number("rope.scaling.attn_factor", 1.0))
-        attention_factor = extra * yarn_attention_factor(factor)
-    divisors = [t for t in file.tensors if t.name == _ROPE_DIVISORS]
-    return RopeConfig(
-        rope_type=_ROPE_TYPES[scaling],
-        theta=float(number("rope.freq_base", 10000.0)),
-        factor=factor,
-        original_max_position_embeddings=int(
-            number("rope.scaling.original_context_length", context_length)
-        ),
-        attention_factor=attention_factor,
-        divisors=tuple(dequantize(divisors[0]).tolist()) if divisors else (),
-    )
-
-
-def _eos_token_ids(file: GGUFFile) -> frozenset[int]:
-    keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
-    values = (file.metadata.get(key) for key in keys)
-    return frozenset(value for value in values if isinstance(value, int))
-
-
-def _text(file: GGUFFile, key: str) -> str:
-    value = file.metadata.get(key)
-    if not isinstance(value, str):
-        raise WeightsError(f"{file.path} has no text {key}")
-    return value
-
-
-def _number(file: GGUFFile, architecture: str, key: str, default: float | None = None) -> float:
-    value: Value | None = file.metadata.get(f"{architecture}.{key}", default)
-    if not isinstance(value, int | float):
-        raise WeightsError(f"{file.path} has no number {architecture}.{key}")
-    return value
+def with_divisors(config: ModelConfig, file: GGUFFile) -> ModelConfig:
+    """The configuration with the divisors of frequencies that the file holds, if any."""
+    for tensor in file.tensors:
+        if tensor.name == _ROPE_DIVISORS:
+            blocks = tensor.blocks(slice(0, 1), slice(0, tensor.shape[0]))
+            divisors = tuple(dequantize(blocks, tensor.quantization).tolist())
+            return replace(config, rope=replace(config.rope, divisors=divisors))
+    return config

@@ -3,16 +3,15 @@
 Source: block_q4_0 and its like in https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.constants import GGMLQuantizationType
 
 from engine.weights.gguf_file import GGUFTensor
-from kernels.quantized import QuantizedWeight
+from kernels.quantized import QuantizedForm, QuantizedWeight
 
 Array = npt.NDArray[Any]
 
@@ -25,20 +24,21 @@ _FORMS = {
     GGMLQuantizationType.Q5_1: 8,
     GGMLQuantizationType.Q8_0: 8,
 }
+_WITH_OFFSET = frozenset(
+    {GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q5_1}
+)
 
 
-def keeps(tensor: GGUFTensor) -> bool:
-    """Whether `read_blocks` takes it."""
-    return tensor.quantization in _FORMS and len(tensor.shape) == 2
-
-
-def read_blocks(
-    tensor: GGUFTensor, reorder: Callable[[Array], Array] | None = None
-) -> QuantizedWeight:
-    """The tensor's values, scales and offsets; `reorder` permutes rows."""
+def form_of(tensor: GGUFTensor) -> QuantizedForm | None:
+    """How `read_blocks` gives it; None: it does not take it."""
     kind = tensor.quantization
-    _, block_bytes = GGML_QUANT_SIZES[kind]
-    blocks = tensor.data.reshape(tensor.shape[0], -1, block_bytes)
+    if kind not in _FORMS or len(tensor.shape) != 2:
+        return None
+    return QuantizedForm(_BLOCK, _FORMS[kind], kind in _WITH_OFFSET)
+
+
+def read_blocks(kind: GGMLQuantizationType, blocks: Array) -> QuantizedWeight:
+    """blocks: [rows, blocks, bytes of a block] -> their values, scales and offsets."""
     scale = _half(blocks, 0)
     offset: Array | None = None
     if kind == GGMLQuantizationType.Q8_0:
@@ -52,14 +52,11 @@ def read_blocks(
     else:
         values = _nibbles(blocks[..., 8:]) + _fifth_bits(blocks[..., 4:8])
         offset = _half(blocks, 2)
-    flat = np.ascontiguousarray(values).reshape(tensor.shape)
-    parts = [part if reorder is None else reorder(part) for part in (flat, scale)]
-    if offset is not None:
-        offset = offset if reorder is None else reorder(offset)
+    flat = np.ascontiguousarray(values).reshape(len(blocks), -1)
     return QuantizedWeight(
-        values=_tensor(parts[0]),
-        scale=_tensor(parts[1]),
-        offset=None if offset is None else _tensor(offset),
+        values=torch.from_numpy(flat),
+        scale=torch.from_numpy(scale),
+        offset=None if offset is None else torch.from_numpy(offset),
         group_size=_BLOCK,
         num_bits=_FORMS[kind],
     )
@@ -80,8 +77,3 @@ def _fifth_bits(packed: Array) -> Array:
     """[..., 4] bytes -> [..., 32]: 16 where a value's fifth bit is set."""
     bits = np.unpackbits(packed, axis=-1, bitorder="little")
     return (bits << 4).view(np.int8)
-
-
-def _tensor(array: Array) -> torch.Tensor:
-    # The mapped file is read-only, which torch cannot express.
-    return torch.from_numpy(array if array.flags.writeable else array.copy())

@@ -1,26 +1,31 @@
 """From a model folder or a .gguf file to a model that is ready to run."""
 
+import ctypes
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from engine.checkpoint.config import parse_model_config
+from engine.checkpoint.gguf_config import gguf_model_config
+from engine.checkpoint.quantization import DESCRIPTION, Scheme, read_scheme
 from engine.config import ModelConfig, Quantization
 from engine.errors import UnsupportedModel, WeightsError
 from engine.layers.layer import Shard, WeightedLayer, finish_packing, weighted_layers
-from engine.models.config import parse_model_config
+from engine.layers.quantization import RoundedRows
 from engine.models.decoder import DecoderForCausalLM
-from engine.weights.gguf import gguf_model_config, gguf_tensors
+from engine.weights.gguf import gguf_tensors, with_divisors
 from engine.weights.gguf_file import read_gguf
-from engine.weights.quantized_safetensors import DESCRIPTION, Scheme, combine, read_scheme
+from engine.weights.mapped_file import MappedFile
+from engine.weights.quantized_safetensors import combine
 from engine.weights.safetensors import open_safetensors
-from engine.weights.source import SourceTensor
-from kernels.quantized import QuantizedWeight
+from engine.weights.source import Index, SourceTensor
+from kernels.quantized import QuantizedRows
 
 Progress = Callable[[int, int], None]
 """Called with the weights (numbers, not tensors) loaded so far, and their total."""
@@ -28,16 +33,18 @@ Progress = Callable[[int, int], None]
 # Buffers that older checkpoints carry and nobody reads.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.masked_bias")
 _MAX_NAMED = 5
-_NUMBERS_AT_A_TIME = 1 << 22
+_NUMBERS_AT_A_TIME = 1 << 17
+_LIBC = ctypes.CDLL(None)
 
 
 def load_model_config(path: Path) -> ModelConfig:
     """Read what the model at `path` is: a folder with config.json, or a .gguf file.
 
-    Raises: UnsupportedModel, WeightsError: see engine.models.config and engine.weights.gguf.
+    Raises: UnsupportedModel, WeightsError: see engine.checkpoint.config and engine.weights.gguf.
     """
     if path.suffix == ".gguf":
-        return gguf_model_config(read_gguf(path))
+        file = read_gguf(path)
+        return with_divisors(gguf_model_config(path, file.header), file)
     config = _read_json(path / "config.json")
     if config is None:
         raise WeightsError(f"{path} is neither a .gguf file nor a folder with a config.json")
@@ -56,19 +63,22 @@ def load_weights(
     progress: Progress | None = None,
     num_threads: int = 2,
     quantization: Quantization = "none",
-) -> None:
+) -> int:
     """Fill every weight of `model` from `path` and pack it; once per model. Never unpickles.
 
-    `progress` is called in the caller's thread. A layer is packed, and quantised, as soon as it is
-    filled, so beyond the packed weights only `num_threads` layers exist at a time.
+    `progress` is called in the caller's thread. Weights in few bits are read, rounded and packed
+    some rows at a time; a layer in floats is packed as soon as it is filled. So beyond the packed
+    weights at most `num_threads` layers exist, and of the files' pages what is being read.
 
+    Returns how many bytes of the files were read: a rank reads its part.
     Raises: WeightsError: tensors are missing, unexpected or of another shape.
         UnsupportedModel: a format that is not built.
     """
-    with _open(path) as sources:
-        jobs = _match(path, model, sources, quantization)
-        _run(jobs, progress, num_threads)
+    sources, files = _open(path)
+    jobs = _match(path, model, sources, quantization)
+    _run(jobs, progress, num_threads)
     finish_packing(model)
+    return sum(file.num_bytes_read for file in files)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,30 +96,30 @@ class _Target:
             shape[self.shard.dim] = self.shard.span.total
         return tuple(shape)
 
-    def fill(self, source: SourceTensor) -> None:
-        """Read this rank's part, some rows at a time where that can be."""
-        index = [slice(0, size) for size in source.shape]
+    @property
+    def index(self) -> Index:
+        """Where this rank's part is in the checkpoint's tensor."""
+        index = [slice(0, size) for size in self.tensor.shape]
         if self.shard is not None:
             index[self.shard.dim] = self.shard.span.index
-        if source.read_part is None or not index:
-            self.tensor.copy_(source.read() if self.shard is None else source.part(index))
-            return
+        return tuple(index)
+
+    def fill(self, source: SourceTensor) -> None:
+        """Read this rank's part, some rows at a time."""
         num_rows = len(self.tensor)
         step = max(1, _NUMBERS_AT_A_TIME * num_rows // max(1, self.tensor.numel()))
-        first = index[0].start
         for row in range(0, num_rows, step):
             stop = min(row + step, num_rows)
-            index[0] = slice(first + row, first + stop)
-            self.tensor[row:stop] = source.part(index)
+            self.tensor[row:stop] = self._read(source, slice(row, stop))
 
-    def take(self, source: SourceTensor) -> QuantizedWeight | None:
-        """This rank's part, in few bits; None if the checkpoint or the split does not allow it."""
-        weight = None if source.read_quantized is None else source.read_quantized()
-        if weight is None or self.shard is None:
-            return weight
-        if self.shard.dim == 0:
-            return weight.rows(self.shard.span.index)
-        return weight.columns(self.shard.span.start, self.shard.span.stop)
+    def rounded(self, source: SourceTensor, quantization: Quantization) -> RoundedRows:
+        """This rank's part, read and rounded when it is packed."""
+        num_rows, num_columns = self.tensor.shape
+        return RoundedRows((num_rows, num_columns), partial(self._read, source), quantization)
+
+    def _read(self, source: SourceTensor, rows: slice) -> Tensor:
+        first, *others = self.index
+        return source.read((slice(first.start + rows.start, first.start + rows.stop), *others))
 
 
 class _LayerJob:
@@ -134,13 +144,16 @@ class _LayerJob:
     def run(self) -> int:
         """Return how many numbers were loaded."""
         self._load()
-        # NOTE: at once. Until then the weight exists in its plain form.
+        # NOTE: at once. Until then the weight may exist in its plain form.
         for layer in self.sharing:
             layer.pack(self._quantization)
+        # NOTE: or parts on their way would leave holes between packed weights, a fifth of their
+        # size in all. Torch needs glibc, so it is here.
+        _LIBC.malloc_trim(0)
         return self.size
 
     def _load(self) -> None:
-        quantized = self._read_quantized() if self._quantization == "native" else {}
+        quantized = self._quantized()
         rest = [source for source in self._sources if source.name not in quantized]
         self._fill(rest)
         if quantized:
@@ -158,17 +171,26 @@ class _LayerJob:
             # layer refers to it once it was popped here, so that packing frees it.
             self._targets.pop(source.name).fill(source)
 
-    def _read_quantized(self) -> dict[str, QuantizedWeight]:
-        """What the layer takes in few bits; nothing unless the checkpoint has all of it so."""
+    def _quantized(self) -> dict[str, QuantizedRows]:
+        """What the layer takes in few bits; nothing unless all of it is to be had so."""
+        # A shared weight has the form that the layer needs which multiplies with it.
+        rounding = [*self.sharing, self._layer][0].rounding(self._quantization)
         wanted = {self._prefix + name for name in self._layer.quantizable()}
-        sources = [source for source in self._sources if source.name in wanted]
-        quantized = {}
-        for source in sources:
-            weight = self._targets[source.name].take(source)
-            if weight is None:
+        found: dict[str, QuantizedRows] = {}
+        for source in self._sources:
+            if source.name not in wanted:
+                continue
+            target = self._targets[source.name]
+            if self._quantization == "native":
+                rows = source.quantized(target.index)
+            elif rounding in ("int8", "int4"):
+                rows = target.rounded(source, rounding)
+            else:
+                rows = None
+            if rows is None:
                 return {}
-            quantized[source.name] = weight
-        return quantized
+            found[source.name] = rows
+        return found
 
 
 def _match(
@@ -188,7 +210,7 @@ def _match(
     for name in [name for name in by_name if _is_ignored(name, model)]:
         del by_name[name]
     _check(path, targets, by_name)
-    if quantization == "native" and all(s.read_quantized is None for s in by_name.values()):
+    if quantization == "native" and all(s.form is None for s in by_name.values()):
         raise UnsupportedModel(
             f"quantization is native, but {path} holds no weights in a form that can be kept: "
             "use none, int8 or int4"
@@ -215,17 +237,16 @@ def _targets(prefix: str, layer: WeightedLayer) -> dict[str, _Target]:
     return {prefix + name: _Target(tensor, shards.get(name)) for name, tensor in layer.weights()}
 
 
-@contextmanager
-def _open(path: Path) -> Iterator[list[SourceTensor]]:
+def _open(path: Path) -> tuple[list[SourceTensor], list[MappedFile]]:
+    """The checkpoint's tensors, and the files that they are read from."""
     if path.suffix == ".gguf":
         file = read_gguf(path)
-        yield gguf_tensors(file, gguf_model_config(file))
-    elif path.is_dir():
+        return gguf_tensors(file, gguf_model_config(path, file.header)), [file.file]
+    if path.is_dir():
         scheme = _read_scheme(path, _read_json(path / "config.json"))
-        with open_safetensors(path, is_quantized=scheme is not None) as sources:
-            yield sources if scheme is None else combine(sources, scheme)
-    else:
-        raise UnsupportedModel(f"{path} is neither a folder nor a .gguf file")
+        sources, files = open_safetensors(path, is_quantized=scheme is not None)
+        return sources if scheme is None else combine(sources, scheme), files
+    raise UnsupportedModel(f"{path} is neither a folder nor a .gguf file")
 
 
 def _check(path: Path, targets: Mapping[str, _Target], sources: Mapping[str, SourceTensor]) -> None:

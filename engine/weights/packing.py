@@ -13,7 +13,9 @@ from kernels.quantized import QuantizedWeight
 _AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
-def read_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> QuantizedWeight:
+def read_awq(
+    qweight: Tensor, qzeros: Tensor, scales: Tensor, *, group_size: int
+) -> QuantizedWeight:
     """qweight: [in, out / 8] int32; qzeros: [groups, out / 8] int32; scales: [groups, out]."""
     order = torch.tensor(_AWQ_NIBBLES)
 
@@ -21,7 +23,7 @@ def read_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> QuantizedWeight
         words = _unpack(packed, 4).view(len(packed), -1, 8)
         return words[:, :, order].flatten(1)
 
-    return _grouped(outputs(qweight), outputs(qzeros), scales, 4)
+    return _grouped(outputs(qweight), outputs(qzeros), scales, group_size, 4)
 
 
 def read_gptq(
@@ -29,12 +31,14 @@ def read_gptq(
     qzeros: Tensor,
     scales: Tensor,
     *,
+    group_size: int,
     num_bits: int,
     zero_bias: int,
 ) -> QuantizedWeight:
     """Inputs in groups of neighbours; see `dequantize_gptq`."""
     inputs = _unpack(qweight.t(), num_bits).t()
-    return _grouped(inputs, _unpack(qzeros, num_bits) + zero_bias, scales, num_bits)
+    zeros = _unpack(qzeros, num_bits) + zero_bias
+    return _grouped(inputs, zeros, scales, group_size, num_bits)
 
 
 def dequantize_gptq(
@@ -57,11 +61,16 @@ def dequantize_gptq(
     return ((values - zeros[groups]) * scales.float()[groups]).t().contiguous()
 
 
-def dequantize_blocks(weight: Tensor, scale_inv: Tensor, block: tuple[int, int]) -> Tensor:
-    """weight: [out, in] float8; scale_inv: one number per block of rows x columns -> float32."""
+def dequantize_blocks(
+    weight: Tensor, scale_inv: Tensor, block: tuple[int, int], first: tuple[int, int] = (0, 0)
+) -> Tensor:
+    """weight: [out, in] float8; scale_inv: one number per block of rows x columns -> float32.
+
+    first: where in its block the first weight is.
+    """
     rows, columns = weight.shape
-    spread = scale_inv.float().repeat_interleave(block[0], 0)[:rows]
-    return weight.float() * spread.repeat_interleave(block[1], 1)[:, :columns]
+    spread = scale_inv.float().repeat_interleave(block[0], 0)[first[0] : first[0] + rows]
+    return weight.float() * spread.repeat_interleave(block[1], 1)[:, first[1] : first[1] + columns]
 
 
 def read_int8(weight: Tensor, scale: Tensor, offset: Tensor | None) -> QuantizedWeight:
@@ -88,9 +97,10 @@ def _unpack(packed: Tensor, num_bits: int) -> Tensor:
     return unpacked.flatten(-2)
 
 
-def _grouped(values: Tensor, zeros: Tensor, scales: Tensor, num_bits: int) -> QuantizedWeight:
+def _grouped(
+    values: Tensor, zeros: Tensor, scales: Tensor, group_size: int, num_bits: int
+) -> QuantizedWeight:
     """values: [in, out]; zeros, scales: [groups, out] -> the same rows first."""
-    num_inputs, num_groups = len(values), len(scales)
     scale = scales.float().t().contiguous()
     # NOTE: exact. A zero point has 5 bits (9), a scale 11 or fewer, and float32 has 24.
     offset = -zeros.float().t() * scale
@@ -100,6 +110,6 @@ def _grouped(values: Tensor, zeros: Tensor, scales: Tensor, num_bits: int) -> Qu
         values.t().char().contiguous(),
         scale,
         offset.contiguous(),
-        -(-num_inputs // num_groups),
+        min(group_size, len(values)),
         num_bits,
     )

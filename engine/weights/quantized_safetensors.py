@@ -1,71 +1,26 @@
 """Quantised safetensors: several stored tensors that together are one weight.
 
-config.json: quantization_config      -> Scheme -> combine: stem.qweight, ... -> stem.weight
-quant_model_description.json (Ascend)
+Scheme -> combine: stem.qweight, stem.qzeros, stem.scales -> stem.weight
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from engine.errors import UnsupportedModel, WeightsError
+from engine.checkpoint.quantization import Scheme
+from engine.errors import WeightsError
 from engine.weights import packing
-from engine.weights.source import SourceTensor
-from kernels.quantized import QuantizedWeight
+from engine.weights.source import Index, SourceTensor
+from kernels.quantized import QuantizedForm, QuantizedWeight
 
-DESCRIPTION = "quant_model_description.json"
-METHODS = ("fp8", "awq", "gptq", "compressed-tensors")
-_MODELSLIM = ("W8A8", "W8A8_DYNAMIC")
 _AWQ = ("qweight", "qzeros", "scales")
 # What these formats store beside the weights for int8 activations; ours stay in float.
 _ACTIVATIONS = ("input_scale", "input_offset", "deq_scale", "quant_bias", "input_zero_point")
 
-Json = Mapping[str, Any]
 Parts = Mapping[str, SourceTensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Scheme:
-    """How a checkpoint holds its quantised weights."""
-
-    method: str
-    """One of METHODS, or modelslim."""
-    num_bits: int = 8
-    """Of gptq."""
-    group_size: int = -1
-    """Of awq and gptq: inputs that share a scale; -1 for all."""
-    zero_bias: int = 0
-    """Of gptq: zero points are stored less this."""
-    block: tuple[int, int] = (128, 128)
-    """Of fp8: rows and columns that share a scale."""
-    int8_weights: frozenset[str] = frozenset()
-    """Of modelslim: which tensors are int8."""
-
-
-def read_scheme(quantization_config: Json | None, description: Json | None) -> Scheme | None:
-    """The scheme that a checkpoint's files state; None: its weights are floats.
-
-    Raises: UnsupportedModel: a method, or a setting of it, that is not built.
-    """
-    if description is not None:
-        return _modelslim(description)
-    if not quantization_config:
-        return None
-    method = quantization_config.get("quant_method")
-    if method == "fp8":
-        block = quantization_config.get("weight_block_size")
-        if not isinstance(block, list) or len(block) != 2:
-            raise UnsupportedModel(f"fp8 with weight_block_size {block}, supported: two sizes")
-        return Scheme("fp8", block=(int(block[0]), int(block[1])))
-    if method in ("awq", "gptq"):
-        return _int4(method, quantization_config)
-    if method == "compressed-tensors":
-        return _compressed(quantization_config)
-    raise UnsupportedModel(f"quant_method is {method!r}, supported: {', '.join(METHODS)}")
 
 
 def combine(tensors: Sequence[SourceTensor], scheme: Scheme) -> list[SourceTensor]:
@@ -83,51 +38,21 @@ def combine(tensors: Sequence[SourceTensor], scheme: Scheme) -> list[SourceTenso
     return combined
 
 
-def _int4(method: str, config: Json) -> Scheme:
-    bits = int(config.get("bits", 4))
-    allowed = (4,) if method == "awq" else (4, 8)
-    if bits not in allowed:
-        raise UnsupportedModel(f"{method} with {bits} bits, supported: {allowed}")
-    if method == "awq" and str(config.get("version", "gemm")).lower() != "gemm":
-        raise UnsupportedModel(f"awq version is {config['version']!r}, supported: gemm")
-    is_second = config.get("checkpoint_format") == "gptq_v2"
-    zero_bias = 0 if method == "awq" or is_second else 1
-    return Scheme(method, bits, int(config.get("group_size", -1)), zero_bias)
-
-
-def _compressed(config: Json) -> Scheme:
-    groups = config.get("config_groups") or {}
-    for name, group in groups.items():
-        weights = group.get("weights") or {}
-        form = (weights.get("num_bits"), weights.get("type"), weights.get("strategy"))
-        if form not in ((8, "int", "channel"), (8, "int", "tensor")):
-            raise UnsupportedModel(
-                f"compressed-tensors {name} has weights of (num_bits, type, strategy) {form}, "
-                "supported: 8, int, channel or tensor"
-            )
-    return Scheme("compressed-tensors")
-
-
-def _modelslim(description: Json) -> Scheme | None:
-    kinds = {name: str(kind) for name, kind in description.items() if name.endswith(".weight")}
-    if unknown := sorted(set(kinds.values()) - {"FLOAT", *_MODELSLIM}):
-        raise UnsupportedModel(
-            f"{DESCRIPTION} has {', '.join(unknown)}, supported: FLOAT, {', '.join(_MODELSLIM)}"
-        )
-    int8 = frozenset(name for name, kind in kinds.items() if kind in _MODELSLIM)
-    return Scheme("modelslim", int8_weights=int8) if int8 else None
-
-
 def _fp8(stem: str, parts: Parts, scheme: Scheme) -> list[SourceTensor]:
     if "weight_scale_inv" not in parts:
         return list(parts.values())
     weight, scale = _need(stem, parts, "weight"), parts["weight_scale_inv"]
-    rows, columns = scheme.block
-    wanted = (-(-weight.shape[0] // rows), -(-weight.shape[1] // columns))
+    sizes = scheme.block
+    wanted = (-(-weight.shape[0] // sizes[0]), -(-weight.shape[1] // sizes[1]))
     _check_shape(scale, wanted, weight)
 
-    def read() -> Tensor:
-        return packing.dequantize_blocks(weight.read(), scale.read(), scheme.block)
+    def read(index: Index) -> Tensor:
+        blocks = tuple(
+            slice(part.start // size, -(-part.stop // size))
+            for part, size in zip(index, sizes, strict=True)
+        )
+        first = (index[0].start % sizes[0], index[1].start % sizes[1])
+        return packing.dequantize_blocks(weight.read(index), scale.read(blocks), sizes, first)
 
     return _instead(
         parts, {"weight", "weight_scale_inv"}, SourceTensor(weight.name, weight.shape, read)
@@ -145,52 +70,108 @@ def _words(stem: str, parts: Parts, scheme: Scheme) -> list[SourceTensor]:
         num_outputs *= per_word
     else:
         num_inputs *= per_word
-    size = scheme.group_size if scheme.group_size > 0 else num_inputs
+    size = min(scheme.group_size, num_inputs) if scheme.group_size > 0 else num_inputs
     num_groups = -(-num_inputs // size)
     _check_shape(scales, (num_groups, num_outputs), qweight)
     _check_shape(qzeros, (num_groups, num_outputs // per_word), qweight)
-
-    def tensors() -> tuple[Tensor, Tensor, Tensor]:
-        return qweight.read(), qzeros.read(), scales.read()
-
-    if scheme.method == "awq":
-
-        def read_quantized() -> QuantizedWeight:
-            return packing.read_awq(*tensors())
-
-    else:
-        g_idx = parts.get("g_idx")
-        groups = torch.arange(num_inputs) // size
-        if g_idx is not None:
-            _check_shape(g_idx, (num_inputs,), qweight)
-            groups = g_idx.read().long()
-        # Inputs of a group that are no neighbours: only dequantised.
-        is_ordered = bool((groups == torch.arange(num_inputs) // size).all())
-        if not is_ordered:
-            read = partial(_read_unordered, tensors, groups, scheme)
-            return _instead(
-                parts,
-                {*_AWQ, "g_idx"},
-                SourceTensor(f"{stem}.weight", (num_outputs, num_inputs), read),
-            )
-
-        def read_quantized() -> QuantizedWeight:
-            return packing.read_gptq(
-                *tensors(), num_bits=scheme.num_bits, zero_bias=scheme.zero_bias
-            )
-
-    whole = _quantized_source(f"{stem}.weight", (num_outputs, num_inputs), read_quantized)
-    if size % 8 and num_groups > 1:
-        whole = replace(whole, read_quantized=None)
+    g_idx, groups = parts.get("g_idx"), None
+    if g_idx is not None and scheme.method == "gptq":
+        _check_shape(g_idx, (num_inputs,), qweight)
+        groups = g_idx.whole().long()
+        if torch.equal(groups, torch.arange(num_inputs) // size):
+            groups = None
+    words = _Words(qweight, qzeros, scales, scheme, size, (num_outputs, num_inputs), groups)
+    whole = SourceTensor(f"{stem}.weight", words.shape, words.read)
+    if groups is None and (size % 8 == 0 or num_groups == 1):
+        form = QuantizedForm(size, scheme.num_bits, has_offset=True)
+        whole = replace(whole, form=form, read_quantized=words.read_quantized)
     return _instead(parts, {*_AWQ, "g_idx"}, whole)
 
 
-def _read_unordered(
-    tensors: Callable[[], tuple[Tensor, Tensor, Tensor]], groups: Tensor, scheme: Scheme
-) -> Tensor:
-    return packing.dequantize_gptq(
-        *tensors(), groups, num_bits=scheme.num_bits, zero_bias=scheme.zero_bias
-    )
+@dataclass(frozen=True, slots=True)
+class _Words:
+    """One weight of AWQ or GPTQ."""
+
+    qweight: SourceTensor
+    qzeros: SourceTensor
+    scales: SourceTensor
+    scheme: Scheme
+    size: int
+    """Of a group."""
+    shape: tuple[int, int]
+    groups: Tensor | None
+    """[in]: the group of each input; None: those of a group are neighbours."""
+
+    def read(self, index: Index) -> Tensor:
+        """Dequantised."""
+        if self.groups is not None:
+            return self._read_unordered(index, self.groups)
+        weight, skipped = self._read_whole_groups(index)
+        return weight.dequantize()[:, skipped : skipped + index[1].stop - index[1].start]
+
+    def read_quantized(self, index: Index) -> QuantizedWeight:
+        """See `SourceTensor.read_quantized`."""
+        weight, skipped = self._read_whole_groups(index)
+        part = weight.columns(skipped, skipped + index[1].stop - index[1].start)
+        assert part is not None, "the columns are whole groups"
+        return part
+
+    def _read_whole_groups(self, index: Index) -> tuple[QuantizedWeight, int]:
+        """The rows asked for, of all groups that the columns are in; how many come before."""
+        num_outputs, num_inputs = self.shape
+        is_one_group = self.size == num_inputs
+        unit = math.lcm(self._per_word, 1 if is_one_group else self.size)
+        inputs = _widened(index[1], unit, num_inputs)
+        groups = slice(0, 1)
+        if not is_one_group:
+            groups = slice(inputs.start // self.size, -(-inputs.stop // self.size))
+        outputs = _widened(index[0], self._per_word, num_outputs)
+        stored = self._read_stored(outputs, inputs, groups)
+        bits, bias = self.scheme.num_bits, self.scheme.zero_bias
+        if self.scheme.method == "awq":
+            weight = packing.read_awq(*stored, group_size=self.size)
+        else:
+            weight = packing.read_gptq(*stored, group_size=self.size, num_bits=bits, zero_bias=bias)
+        first = index[0].start - outputs.start
+        rows = slice(first, first + index[0].stop - index[0].start)
+        return weight.rows(rows), index[1].start - inputs.start
+
+    def _read_unordered(self, index: Index, groups: Tensor) -> Tensor:
+        outputs = _widened(index[0], self._per_word, self.shape[0])
+        inputs = _widened(index[1], self._per_word, self.shape[1])
+        weight = packing.dequantize_gptq(
+            *self._read_stored(outputs, inputs, slice(0, self.scales.shape[0])),
+            groups[inputs],
+            num_bits=self.scheme.num_bits,
+            zero_bias=self.scheme.zero_bias,
+        )
+        rows, columns = (
+            slice(part.start - wide.start, part.stop - wide.start)
+            for part, wide in zip(index, (outputs, inputs), strict=True)
+        )
+        return weight[rows, columns]
+
+    def _read_stored(
+        self, outputs: slice, inputs: slice, groups: slice
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """qweight, qzeros and scales of outputs and inputs that are whole words."""
+        per_word = self._per_word
+        output_words = slice(outputs.start // per_word, outputs.stop // per_word)
+        input_words = slice(inputs.start // per_word, inputs.stop // per_word)
+        is_awq = self.scheme.method == "awq"
+        return (
+            self.qweight.read((inputs, output_words) if is_awq else (input_words, outputs)),
+            self.qzeros.read((groups, output_words)),
+            self.scales.read((groups, outputs)),
+        )
+
+    @property
+    def _per_word(self) -> int:
+        return 32 // self.scheme.num_bits
+
+
+def _widened(part: slice, unit: int, total: int) -> slice:
+    return slice(part.start // unit * unit, min(-(-part.stop // unit) * unit, total))
 
 
 def _int8(stem: str, parts: Parts, scheme: Scheme) -> list[SourceTensor]:
@@ -205,13 +186,30 @@ def _int8(stem: str, parts: Parts, scheme: Scheme) -> list[SourceTensor]:
     for numbers in (scale, offset):
         if numbers is not None and numbers.shape not in ((1,), (), (weight.shape[0],)):
             _check_shape(numbers, (weight.shape[0], 1), weight)
+    if offset is not None and not bool(offset.whole().any()):
+        offset = None
 
-    def read() -> QuantizedWeight:
-        shift = None if offset is None else offset.read()
-        return packing.read_int8(weight.read(), scale.read(), shift)
+    def read_quantized(index: Index) -> QuantizedWeight:
+        shift = None if offset is None else _of_rows(offset, index[0], weight.shape[0])
+        factor = _of_rows(scale, index[0], weight.shape[0])
+        return packing.read_int8(weight.read(index), factor, shift)
 
     used = {"weight", "weight_scale", "weight_offset", *_ACTIVATIONS}
-    return _instead(parts, used, _quantized_source(weight.name, weight.shape, read))
+    whole = SourceTensor(
+        weight.name,
+        weight.shape,
+        lambda index: read_quantized(index).dequantize(),
+        QuantizedForm(weight.shape[1], 8, has_offset=offset is not None),
+        read_quantized,
+    )
+    return _instead(parts, used, whole)
+
+
+def _of_rows(numbers: SourceTensor, rows: slice, num_rows: int) -> Tensor:
+    """One number per output, or one for all."""
+    if numbers.shape and numbers.shape[0] == num_rows:
+        return numbers.read((rows, *(slice(0, size) for size in numbers.shape[1:])))
+    return numbers.whole()
 
 
 _COMBINE = {
@@ -221,12 +219,6 @@ _COMBINE = {
     "compressed-tensors": _int8,
     "modelslim": _int8,
 }
-
-
-def _quantized_source(
-    name: str, shape: tuple[int, ...], read: Callable[[], QuantizedWeight]
-) -> SourceTensor:
-    return SourceTensor(name, shape, lambda: read().dequantize(), read_quantized=read)
 
 
 def _instead(parts: Parts, used: set[str], whole: SourceTensor) -> list[SourceTensor]:

@@ -1,17 +1,19 @@
 """Weights in safetensors files: one, or several with an index. Memory mapped."""
 
 import json
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import struct
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+import numpy as np
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import UnsupportedModel, WeightsError
-from engine.weights.source import SourceTensor
+from engine.weights.mapped_file import MappedFile
+from engine.weights.source import Index, SourceTensor
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -30,6 +32,18 @@ _MIXTRAL_NAMES = {
 DTYPES = frozenset({"F32", "F16", "BF16"})
 PACKED = frozenset({"I8", "I32", "I64", "F8_E4M3"})
 """In quantised checkpoints too."""
+# Integers of the same size, which numpy has for all of them.
+_TYPES: dict[str, tuple[type[np.generic], torch.dtype]] = {
+    "F32": (np.int32, torch.float32),
+    "F16": (np.int16, torch.float16),
+    "BF16": (np.int16, torch.bfloat16),
+    "F8_E4M3": (np.uint8, torch.float8_e4m3fn),
+    "I8": (np.int8, torch.int8),
+    "I32": (np.int32, torch.int32),
+    "I64": (np.int64, torch.int64),
+}
+_HEADER_LENGTH = struct.Struct("<Q")
+_METADATA = "__metadata__"
 
 
 def find_files(folder: Path) -> list[Path]:
@@ -56,40 +70,47 @@ def find_files(folder: Path) -> list[Path]:
     raise WeightsError(f"{folder} holds no safetensors file")
 
 
-@contextmanager
-def open_safetensors(folder: Path, *, is_quantized: bool = False) -> Iterator[list[SourceTensor]]:
-    """List the tensors of a model folder; their `read` works inside the context.
+def open_safetensors(
+    folder: Path, *, is_quantized: bool = False
+) -> tuple[list[SourceTensor], list[MappedFile]]:
+    """The tensors of a model folder, and the files that they are read from.
 
     Raises: UnsupportedModel: a tensor is of an integer or float8 type.
         WeightsError: a file is damaged.
     """
-    with ExitStack() as stack:
-        tensors: list[SourceTensor] = []
-        for path in find_files(folder):
-            try:
-                file = stack.enter_context(safe_open(path, framework="pt"))
-            except SafetensorError as error:
-                raise WeightsError(f"{path} is damaged: {error}") from error
-            tensors.extend(_tensors(path, file, DTYPES | PACKED if is_quantized else DTYPES))
-        yield tensors
+    tensors: list[SourceTensor] = []
+    files: list[MappedFile] = []
+    for path in find_files(folder):
+        try:
+            with safe_open(path, framework="np"):
+                pass  # its header is whole, and so are the tensors
+        except SafetensorError as error:
+            raise WeightsError(f"{path} is damaged: {error}") from error
+        file = MappedFile(path)
+        files.append(file)
+        tensors.extend(_tensors(path, file, DTYPES | PACKED if is_quantized else DTYPES))
+    return tensors, files
 
 
-def _tensors(path: Path, file: Any, dtypes: Collection[str]) -> Iterator[SourceTensor]:
-    for name in file.keys():  # noqa: SIM118 - a safe_open is no mapping
-        header = file.get_slice(name)
-        if header.get_dtype() not in dtypes:
+def _tensors(path: Path, file: MappedFile, dtypes: Collection[str]) -> Iterator[SourceTensor]:
+    (header_bytes,) = _HEADER_LENGTH.unpack_from(file.contents, 0)
+    data_start = _HEADER_LENGTH.size + header_bytes
+    header = json.loads(file.contents[_HEADER_LENGTH.size : data_start])
+    for name, entry in header.items():
+        if name == _METADATA:
+            continue
+        if entry["dtype"] not in dtypes:
             raise UnsupportedModel(
-                f"{name} in {path} is {header.get_dtype()}, supported: {', '.join(sorted(dtypes))}"
+                f"{name} in {path} is {entry['dtype']}, supported: {', '.join(sorted(dtypes))}"
             )
-        shape = tuple(header.get_shape())
-        our_name = _our_name(name)
+        shape = tuple(entry["shape"])
+        integer, dtype = _TYPES[entry["dtype"]]
+        read = partial(_read, file, data_start + entry["data_offsets"][0], integer, dtype, shape)
         stem, _, projection = name.rpartition(".")
         if projection in _STACKED_EXPERTS and len(shape) == 3:
-            yield from _experts(file, stem, projection, shape)
+            yield from _experts(read, stem, projection, shape)
         else:
-            yield SourceTensor(
-                our_name, shape, partial(file.get_tensor, name), partial(_read_part, file, name)
-            )
+            yield SourceTensor(_our_name(name), shape, read)
 
 
 def _our_name(name: str) -> str:
@@ -100,32 +121,35 @@ def _our_name(name: str) -> str:
 
 
 def _experts(
-    file: Any, stem: str, projection: str, shape: tuple[int, ...]
+    read: Callable[[Index], Tensor], stem: str, projection: str, shape: tuple[int, ...]
 ) -> Iterator[SourceTensor]:
     """The parts of a tensor [experts, rows, columns], under the names of separate experts."""
     parts = _STACKED_EXPERTS[projection]
     num_experts, rows = shape[0], shape[1] // len(parts)
     for expert in range(num_experts):
         for i, part in enumerate(parts):
-            read = partial(_read_expert, file, f"{stem}.{projection}", expert, i * rows)
             yield SourceTensor(
                 f"{stem}.{expert}.{part}.weight",
                 (rows, shape[2]),
-                partial(read, (slice(rows), slice(None))),
-                read,
+                partial(_read_expert, read, expert, i * rows),
             )
 
 
-def _read_part(file: Any, name: str, index: Sequence[slice]) -> Tensor:
-    values: Tensor = file.get_slice(name)[tuple(index)]
-    return values
+def _read(
+    file: MappedFile,
+    first: int,
+    integer: type[np.generic],
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    index: Index,
+) -> Tensor:
+    return torch.from_numpy(file.read(first, integer, shape, index)).view(dtype)
 
 
 def _read_expert(
-    file: Any, name: str, expert: int, first_row: int, index: Sequence[slice]
+    read: Callable[[Index], Tensor], expert: int, first_row: int, index: Index
 ) -> Tensor:
     """`index` counts the rows of one part, which start at first_row."""
     rows, columns = index
-    rows = slice((rows.start or 0) + first_row, rows.stop + first_row)
-    values: Tensor = file.get_slice(name)[expert, rows, columns]
-    return values
+    rows = slice(rows.start + first_row, rows.stop + first_row)
+    return read((slice(expert, expert + 1), rows, columns))[0]

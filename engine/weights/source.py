@@ -1,29 +1,55 @@
-"""Where weights come from, as the loader sees it: named tensors that are read one at a time."""
+"""Where weights come from, as the loader sees it: named tensors, of which parts are read."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from kernels.quantized import QuantizedWeight
+from kernels.quantized import QuantizedForm, QuantizedRows, QuantizedWeight
+
+Index = tuple[slice, ...]
+"""One slice per dim, with both of its ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
-    """One tensor of a checkpoint under its Hugging Face name."""
+    """One tensor of a checkpoint under its Hugging Face name. Any thread may read."""
 
     name: str
     shape: tuple[int, ...]
-    read: Callable[[], Tensor]
-    """The values, in any floating type; may be called from any thread."""
-    read_part: Callable[[Sequence[slice]], Tensor] | None = None
-    """As `read`, of one slice per dim, without reading the rest; None where that is impossible."""
+    read: Callable[[Index], Tensor]
+    """The values of a part, in any floating type; the rest is not read."""
+    form: QuantizedForm | None = None
+    """How the checkpoint holds the values in few bits; None: it does not."""
+    read_quantized: Callable[[Index], QuantizedWeight] | None = None
+    """A part in that form, whose columns do not cut through a group."""
 
-    read_quantized: Callable[[], QuantizedWeight] | None = None
-    """The values as the checkpoint holds them, in few bits; None where it does not."""
+    def whole(self) -> Tensor:
+        """All values."""
+        return self.read(tuple(slice(0, size) for size in self.shape))
 
-    def part(self, index: Sequence[slice]) -> Tensor:
-        """The values of one slice per dim."""
-        if self.read_part is not None:
-            return self.read_part(index)
-        return self.read()[tuple(index)]
+    def quantized(self, index: Index) -> QuantizedRows | None:
+        """A part as the checkpoint holds it; None if it does not, or the part cuts a group."""
+        if self.form is None or self.read_quantized is None:
+            return None
+        columns, size, width = index[1], self.form.group_size, self.shape[1]
+        is_cut = columns.start % size or (columns.stop % size and columns.stop < width)
+        if size < width and is_cut:
+            return None
+        num_rows, num_columns = (part.stop - part.start for part in index)
+        form = replace(self.form, group_size=min(size, num_columns))
+        return _Part((num_rows, num_columns), form, index, self.read_quantized)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Implements `QuantizedRows`: read from the checkpoint when asked for."""
+
+    shape: tuple[int, int]
+    form: QuantizedForm
+    index: Index
+    read: Callable[[Index], QuantizedWeight]
+
+    def rows(self, index: slice) -> QuantizedWeight:
+        rows, columns = self.index
+        return self.read((slice(rows.start + index.start, rows.start + index.stop), columns))

@@ -12,8 +12,7 @@ from engine.device_draw import device_draw_of
 from engine.grammar import Grammars
 from engine.kv_events import KVEventLog
 from engine.models import CausalLM
-from engine.models.decoder import DecoderForCausalLM
-from engine.mtp import MTPDrafter
+from engine.mtp import DraftingModel, MTPDrafter
 from engine.ngram import NgramDrafter
 from engine.prefix_tiers import PrefixTiers
 from engine.runner import ForwardMemory, MakeForward, Runner
@@ -61,7 +60,7 @@ class Engine:
     leading: Leading | None
     """None: there is one rank."""
     adapters: Adapters | None
-    """None: of several ranks, which take none."""
+    """None: this split of the model takes none."""
 
     def close(self) -> None:
         """End the other ranks; give back the cache's memory and the share of cores."""
@@ -116,7 +115,9 @@ def build_engine(
         return Pool(blocks, Scheduler(scheduler_config, blocks, eos_token_ids=eos_token_ids))
 
     pools = [pool() for _ in range(config.parallel.dp_size)]
-    adapters = Adapters(part.model) if leading is None else None
+    adapters = None
+    if part.adapters is not None:
+        adapters = Adapters(part.adapters, None if leading is None else leading.model)
     step_model = _step_model(config, part, leading, max_model_len, make_forward, adapters)
     sharded = part.model.sharded_bytes()
     counters = LoopCounters(
@@ -144,7 +145,8 @@ def build_engine(
         vocab_size, masks = model_config.vocab_size, grammars.next_masks
         draw = device_draw_of(part.ops)
         verifier = Verifier(scheduler, vocab_size, eos_token_ids, masks, draw)
-        return RankSampler(verifier, _drafter(config, part.model, scheduler, memory))
+        model = part.model if leading is None else leading.model
+        return RankSampler(verifier, _drafter(config, model, scheduler, memory))
 
     samplers = [sampler(pool.scheduler) for pool in pools]
     steps = StepRunner(step_model, part.ops, samplers, grammars, counters, cores)
@@ -191,12 +193,12 @@ def _check_ranks(config: WorkerConfig) -> None:
         return
     if config.tiers.is_on and config.parallel.dp_size > 1:
         raise ValueError("tiers serve one block pool: they cannot be on with dp above 1")
-    if config.speculation == "mtp":
-        raise ValueError("speculation mtp drafts on one rank: use ngram or none with several")
+    if config.speculation == "mtp" and config.parallel.dp_size > 1:
+        raise ValueError("speculation mtp does not go with dp: use ngram or none")
 
 
 def _drafter(
-    config: WorkerConfig, model: DecoderForCausalLM, scheduler: Scheduler, memory: KVMemory
+    config: WorkerConfig, model: DraftingModel, scheduler: Scheduler, memory: KVMemory
 ) -> Drafter | None:
     if config.speculation == "mtp":
         return MTPDrafter(model, scheduler, *memory.paged, config.block_size)

@@ -24,7 +24,11 @@ from engine.request import RequestKey
 from engine.tier_worker import TierWorker
 from engine.worker.config import WorkerConfig
 from engine.worker.convert import key_from_proto, key_to_proto
-from engine.worker.leading_model import forward_from_proto, ints_from_bytes
+from engine.worker.leading_model import (
+    adapter_from_proto,
+    forward_from_proto,
+    ints_from_bytes,
+)
 from engine.worker.rank_part import RankPart, build_part, open_ops
 from engine.worker.ranks import collectives_to_proto
 from engine.worker.server import ServerThread
@@ -184,6 +188,11 @@ class _Commands:
                     self._forward(command.forward)
                 case "logits":
                     self._logits(command.logits)
+                case "put_adapter" if self._part.adapters is not None:
+                    put = command.put_adapter
+                    self._part.adapters.put(put.key, adapter_from_proto(put))
+                case "drop_adapters" if self._part.adapters is not None:
+                    self._part.adapters.drop(command.drop_adapters.keys)
                 case "finish_transfer":
                     self._transfers.finish(key_from_proto(command.finish_transfer.key))
                 case "tier_job":
@@ -240,7 +249,20 @@ class _Commands:
         input_ids, positions, kv = forward_from_proto(forward, *memory.paged)
         parallel.step.bucket, parallel.step.gathers = forward.bucket, forward.gathers_experts
         on_layer = self._transfers.pusher(list(forward.pushes))
-        self._hidden = hidden = self._part.model(input_ids, positions, kv, on_layer)
+        model = self._part.model
+        if forward.draft_depth:
+            states = self._hidden.new_empty(len(input_ids), model.config.hidden_size)
+            states = parallel.tp.broadcast(states, 0)
+            model.draft(input_ids, positions, states, kv, on_layer, forward.draft_depth - 1)
+            self._end_step(forward.step)
+            return
+        if forward.adapters and self._part.adapters is not None:
+            rows = {part.key: ints_from_bytes(part.rows).long() for part in forward.adapters}
+            with self._part.adapters.rows.set(rows):
+                hidden = model(input_ids, positions, kv, on_layer)
+        else:
+            hidden = model(input_ids, positions, kv, on_layer)
+        self._hidden = hidden
         if forward.gathers and parallel.tp.rank == 0:
             wanted = hidden.index_select(0, ints_from_bytes(forward.wanted_rows).to(hidden.device))
             size = parallel.dp.size

@@ -77,7 +77,7 @@ class Intake:
         adapters, error, adapter_key = self._engine.adapters, "", ""
         try:
             if adapters is None:
-                raise ValueError("a worker of several ranks takes no adapters")
+                raise ValueError("adapters go with tp alone: not with dp, ep or sequence_parallel")
             if message.path:
                 adapters.load(message.name, Path(message.path))
                 adapter_key = adapters.key(message.name)

@@ -1,6 +1,6 @@
 """The model as the leader's runner calls it: every call is carried out by all ranks together."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -8,9 +8,10 @@ from torch import Tensor
 from engine.batch import KVBatch
 from engine.config import ModelConfig
 from engine.layers.attention import OnLayer
-from engine.models import CausalLM
+from engine.models.decoder import DecoderForCausalLM
 from engine.parallel import Parallel
 from engine.parallel_config import ParallelConfig
+from engine.rank_adapters import AdapterWeights, LowRank, RankAdapters
 from engine.step_plan import plan_step
 from engine.worker.ranks import Ranks
 from kernels.kv_cache import KVCache
@@ -23,12 +24,21 @@ class LeadingModel:
     Calls are for an engine with one data-parallel rank; see lockstep for several.
     """
 
-    def __init__(self, model: CausalLM, parallel: Parallel, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        model: DecoderForCausalLM,
+        parallel: Parallel,
+        ranks: Ranks,
+        adapters: RankAdapters | None = None,
+    ) -> None:
+        """adapters: of the leader's part; None: it takes none."""
         self.own = model
         """The leader's part."""
         self.parallel = parallel
         self._ranks = ranks
+        self._adapters = adapters
         self._pushes: dict[int, Sequence[ranks_pb2.Push]] = {}
+        self._last_pushes: Sequence[ranks_pb2.Push] = ()
 
     @property
     def config(self) -> ModelConfig:
@@ -53,6 +63,8 @@ class LeadingModel:
         step.bucket, step.gathers = plan.bucket, plan.gathers
         for forward in forwards:
             forward.bucket, forward.gathers_experts = plan.bucket, plan.gathers
+        if not forwards[0].draft_depth:
+            self._last_pushes = self._pushes.get(0, ())
         for dp_rank, pushes in self._pushes.items():
             forwards[dp_rank].pushes.extend(pushes)
         self._pushes.clear()
@@ -71,8 +83,44 @@ class LeadingModel:
         on_layer: OnLayer | None = None,
     ) -> Tensor:
         """See CausalLM."""
-        self.start([forward_to_proto(input_ids, positions, kv)])
-        return self.own(input_ids, positions, kv, on_layer)
+        forward = forward_to_proto(input_ids, positions, kv)
+        if self._adapters is not None:
+            for key, rows in self._adapters.rows.rows.items():
+                forward.adapters.add(key=key, rows=_to_bytes(rows.int()))
+        self.start([forward])
+        hidden: Tensor = self.own(input_ids, positions, kv, on_layer)
+        return hidden
+
+    def draft(
+        self,
+        next_ids: Tensor,
+        positions: Tensor,
+        hidden: Tensor,
+        kv: KVBatch,
+        on_layer: OnLayer | None = None,
+        depth: int = 0,
+    ) -> Tensor:
+        """See DecoderForCausalLM."""
+        forward = forward_to_proto(next_ids, positions, kv)
+        forward.draft_depth = depth + 1
+        if on_layer is not None:
+            forward.pushes.extend(self._last_pushes)
+        self.start([forward])
+        hidden = self.parallel.tp.broadcast(hidden.contiguous(), 0)
+        return self.own.draft(next_ids, positions, hidden, kv, on_layer, depth)
+
+    def put(self, key: str, weights: AdapterWeights) -> None:
+        """Hand the followers an adapter, of which each keeps its part; see AdapterHolder."""
+        put = ranks_pb2.PutAdapter(key=key)
+        for name, low_rank in weights.items():
+            a, b = (part.contiguous().numpy().tobytes() for part in (low_rank.a, low_rank.b))
+            put.weights.add(projection=name, rank=len(low_rank.a), a=a, b=b)
+        self._ranks.send(ranks_pb2.RankCommand(put_adapter=put), self._ranks.others)
+
+    def drop(self, keys: Collection[str]) -> None:
+        """Let the followers forget these."""
+        drop = ranks_pb2.DropAdapters(keys=sorted(keys))
+        self._ranks.send(ranks_pb2.RankCommand(drop_adapters=drop), self._ranks.others)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See CausalLM; computed by the leader's data-parallel rank."""
@@ -135,6 +183,18 @@ def forward_from_proto(
     )
     input_ids = ints_from_bytes(forward.input_ids).to(device)
     return input_ids, ints_from_bytes(forward.positions).to(device), kv
+
+
+def adapter_from_proto(put: ranks_pb2.PutAdapter) -> AdapterWeights:
+    """Inverse of what `LeadingModel.put` sends."""
+
+    def matrix(values: bytes, *shape: int) -> Tensor:
+        return torch.frombuffer(bytearray(values), dtype=torch.float32).view(shape)
+
+    return {
+        part.projection: LowRank(matrix(part.a, part.rank, -1), matrix(part.b, -1, part.rank))
+        for part in put.weights
+    }
 
 
 def ints_from_bytes(values: bytes) -> Tensor:

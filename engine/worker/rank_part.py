@@ -12,6 +12,8 @@ from engine.kv_layout import kv_layout
 from engine.models import build_model
 from engine.models.decoder import DecoderForCausalLM
 from engine.parallel import Parallel
+from engine.parallel_config import ParallelConfig
+from engine.rank_adapters import RankAdapters
 from engine.weights import load_model_config, load_weights
 from engine.worker.config import WorkerConfig
 from engine.worker.leading_model import LeadingModel
@@ -35,6 +37,8 @@ class RankPart:
     memory: KVMemory
     num_blocks: int
     """Of the pool; the memory has the backend's spare ones besides."""
+    adapters: RankAdapters | None
+    """None: rows of this split of the model are not those of the batch."""
 
 
 def open_ops(config: WorkerConfig, report: Report) -> Ops:
@@ -55,7 +59,7 @@ def build_part(config: WorkerConfig, ops: Ops, parallel: Parallel, report: Repor
     """
     model_config = load_model_config(Path(config.model_path))
     if config.speculation == "mtp":
-        model_config = _with_mtp(model_config)
+        model_config = _with_mtp(model_config, config.num_draft_tokens)
     cache_dtype = ops.cache_dtype
     if config.kv_cache_dtype == "int8":
         ops.check_int8_cache(is_latent=model_config.mla is not None)
@@ -73,7 +77,12 @@ def build_part(config: WorkerConfig, ops: Ops, parallel: Parallel, report: Repor
     parallel = replace(parallel, exchange_rows=config.exchange_rows)
     model = _load_model(config, model_config, ops, parallel, report)
     memory = _allocate(config, layout, num_blocks + ops.num_spare_blocks, ops)
-    return RankPart(model_config, ops, model, memory, num_blocks)
+    adapters = RankAdapters(model) if _takes_adapters(parallel.config) else None
+    return RankPart(model_config, ops, model, memory, num_blocks, adapters)
+
+
+def _takes_adapters(parallel: ParallelConfig) -> bool:
+    return parallel.dp_size == 1 and parallel.ep_size == 1 and not parallel.sequence_parallel
 
 
 def _allocate(config: WorkerConfig, layout: KVLayout, num_blocks: int, ops: Ops) -> KVMemory:
@@ -116,13 +125,14 @@ def build_parts(start: Start, role: worker_pb2.Role.ValueType) -> tuple[RankPart
         if part is not None:
             part.memory.close()
         raise
-    return part, Leading(ranks, LeadingModel(part.model, parallel, ranks), addresses)
+    return part, Leading(ranks, LeadingModel(part.model, parallel, ranks, part.adapters), addresses)
 
 
-def _with_mtp(model_config: ModelConfig) -> ModelConfig:
+def _with_mtp(model_config: ModelConfig, num_draft_tokens: int) -> ModelConfig:
     if not model_config.num_mtp_layers:
         raise ValueError("speculation is mtp, but the model has no MTP layer: use ngram or none")
-    return replace(model_config, drafts_with_mtp=True)
+    num_layers = min(model_config.num_mtp_layers, max(num_draft_tokens, 1))
+    return replace(model_config, num_draft_layers=num_layers)
 
 
 def _load_model(

@@ -15,12 +15,14 @@ from kernels.kv_cache import KVCache, tensors_of
 from kernels.latent import LatentWeights
 from kernels.narrowing import top_k_top_p
 from kernels.packed import PackedWeight
-from kernels.quantized import QuantizedWeight
+from kernels.quantized import QuantizedRows
 from kernels.reference import LinearPerGroup, ReferenceOps
 from kernels.routing import gating_topk
 
 # Expanded keys and values of latent attention that exist at once: 64 MiB.
 _EXPANDED_FLOATS = 1 << 24
+# Of a weight that is packed: 512 KiB as floats.
+_NUMBERS_AT_A_TIME = 1 << 17
 
 
 class CpuLinear:
@@ -55,23 +57,22 @@ class CpuLinear:
 class CpuQuantizedLinear:
     """A weight in 4 or 8 bits, packed into panels with its scales and offsets."""
 
-    def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
-        self.out_features, self.in_features = weight.values.shape
-        has_half_factors = weight.has_half_factors
-        self._packed: Tensor = torch.ops.pdserve_cpu.pack_quantized(
-            weight.values.contiguous(),
-            weight.scale.contiguous(),
-            None if weight.offset is None else weight.offset.contiguous(),
-            weight.group_size,
-            weight.num_bits,
-            has_half_factors,
-        )
+    def __init__(self, weight: QuantizedRows, bias: Tensor | None) -> None:
+        self.out_features, self.in_features = weight.shape
+        # NOTE: whether float16 holds all factors is known at the end only; most formats have that.
+        packed = _pack_quantized(weight, has_half_factors=True)
+        has_half_factors = packed is not None
+        if packed is None:
+            packed = _pack_quantized(weight, has_half_factors=False)
+        assert packed is not None, "float32 holds every factor"
+        self._packed = packed
+        form = weight.form
         self._form = (
             self.out_features,
             self.in_features,
-            weight.group_size,
-            weight.num_bits,
-            weight.offset is not None,
+            form.group_size,
+            form.num_bits,
+            form.has_offset,
             has_half_factors,
         )
         self._bias: Tensor | None = None
@@ -97,6 +98,30 @@ class CpuQuantizedLinear:
         return result
 
 
+def _pack_quantized(weight: QuantizedRows, *, has_half_factors: bool) -> Tensor | None:
+    """Some panels at a time; None if a factor is no float16 and has to be one."""
+    num_outputs, num_inputs = weight.shape
+    cols: int = torch.ops.pdserve_cpu.panel_cols()
+    step = max(1, _NUMBERS_AT_A_TIME // (cols * num_inputs)) * cols
+    packed: Tensor | None = None
+    for start in range(0, num_outputs, step):
+        part = weight.rows(slice(start, min(start + step, num_outputs)))
+        if has_half_factors and not part.has_half_factors:
+            return None
+        panels: Tensor = torch.ops.pdserve_cpu.pack_quantized(
+            part.values.contiguous(),
+            part.scale.contiguous(),
+            None if part.offset is None else part.offset.contiguous(),
+            part.group_size,
+            part.num_bits,
+            has_half_factors,
+        )
+        if packed is None:
+            packed = panels.new_empty(-(-num_outputs // cols), panels.shape[1])
+        packed[start // cols : start // cols + len(panels)] = panels
+    return packed
+
+
 class CpuOps:
     """Implements `kernels.ops.Ops` for float32 on the CPU; construct through `load`."""
 
@@ -118,11 +143,11 @@ class CpuOps:
         """Pack; the caller drops its own copy."""
         return CpuLinear(weight, bias)
 
-    def quantized_linear(self, weight: QuantizedWeight, bias: Tensor | None) -> CpuQuantizedLinear:
+    def quantized_linear(self, weight: QuantizedRows, bias: Tensor | None) -> CpuQuantizedLinear:
         """Pack; the caller drops its own copy."""
         return CpuQuantizedLinear(weight, bias)
 
-    def quantized_vocabulary(self, weight: QuantizedWeight) -> CpuQuantizedLinear:
+    def quantized_vocabulary(self, weight: QuantizedRows) -> CpuQuantizedLinear:
         """See `Ops.quantized_vocabulary`."""
         return CpuQuantizedLinear(weight, None)
 
@@ -143,9 +168,9 @@ class CpuOps:
         """Pack every group; the caller drops its own copy."""
         return LinearPerGroup([CpuLinear(group, None) for group in weight], weight.shape)
 
-    def grouped_quantized_linear(self, weights: Sequence[QuantizedWeight]) -> LinearPerGroup:
+    def grouped_quantized_linear(self, weights: Sequence[QuantizedRows]) -> LinearPerGroup:
         """Pack every group; the caller drops its own copy."""
-        shape = torch.Size((len(weights), *weights[0].values.shape))
+        shape = torch.Size((len(weights), *weights[0].shape))
         return LinearPerGroup([CpuQuantizedLinear(weight, None) for weight in weights], shape)
 
     def gated_experts(self, gate_up: GroupedProduct, down: GroupedProduct) -> ExpertsByParts:

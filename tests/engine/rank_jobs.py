@@ -5,11 +5,14 @@ transformers, which the tests need, takes seconds.
 import gc
 import threading
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from engine.adapters import Adapters
+from engine.batch import BatchBuilder
 from engine.collectives import since
 from engine.config import MoEConfig, Quantization
 from engine.expert_balancer import BalanceStats
@@ -17,7 +20,12 @@ from engine.layer_sharding import ShardedBytes
 from engine.layers.layer import named_weights, pack_weights
 from engine.layers.moe import MoE
 from engine.layers.rows import rows_of
+from engine.models import CausalLM, build_model
 from engine.parallel import Parallel
+from engine.rank_adapters import RankAdapters
+from engine.request import Request
+from engine.scheduler import ScheduledRequest
+from engine.weights import load_model_config, load_weights
 from kernels.ops import select_ops
 from tests.engine.steps import (
     VOCAB_SIZE,
@@ -81,6 +89,57 @@ def shared_threads(parallel: Parallel, folder: Path) -> set[str]:
     cache = PoisonedCache(model, num_blocks=24, block_size=4, parallel=parallel)
     logits_by_steps(model, cache, [random_token_ids(6, seed=0)], lambda _, left: left)
     return names
+
+
+def part_logits(
+    parallel: Parallel, path: Path, quantization: Quantization = "none"
+) -> list[Tensor]:
+    """Uneven chunks of prompts beside single tokens, to the end of every sequence."""
+    model = load(path, select_ops("reference"), parallel, quantization)
+    cache = PoisonedCache(model, num_blocks=24, block_size=4, parallel=parallel)
+    sequences = [[t % 95 for t in random_token_ids(n, seed=n)] for n in (1, 7, 33)]
+    return logits_by_steps(model, cache, sequences, lambda i, left: (i + 1, 5, 1)[left % 3])
+
+
+@torch.inference_mode()
+def adapter_logits(parallel: Parallel, folder: Path, adapter: Path) -> Tensor:
+    """[T, V] of a batch of three sequences, the second with the adapter."""
+    model = load(folder, select_ops("reference"), parallel)
+    own = RankAdapters(model)
+    adapters = Adapters(own)
+    adapters.load("mine", adapter)
+    builder, requests = _prompts(model, parallel)
+    requests[1].adapter = adapters.key("mine")
+    scheduled = [ScheduledRequest(request, request.num_tokens) for request in requests]
+    batch = builder.build(scheduled)
+    with own.rows.set(adapters.rows_of(scheduled)):
+        hidden = model(batch.input_ids, batch.positions, batch.kv)
+    return model.logits(hidden)
+
+
+@torch.inference_mode()
+def draft_states(parallel: Parallel, folder: Path) -> list[Tensor]:
+    """[T, hidden_size] of every MTP layer, for three prompts."""
+    config = load_model_config(folder)
+    config = replace(config, num_draft_layers=config.num_mtp_layers)
+    model = build_model(config, select_ops("reference"), parallel)
+    load_weights(folder, model)
+    builder, requests = _prompts(model, parallel)
+    batch = builder.build([ScheduledRequest(r, r.num_tokens) for r in requests])
+    states = [model(batch.input_ids, batch.positions, batch.kv)]
+    for depth in range(config.num_draft_layers):
+        next_ids = batch.input_ids.roll(-1 - depth)
+        states.append(model.draft(next_ids, batch.positions, states[-1], batch.kv, None, depth))
+    return states
+
+
+def _prompts(model: CausalLM, parallel: Parallel) -> tuple[BatchBuilder, list[Request]]:
+    """Three of uneven lengths, in a cache."""
+    cache = PoisonedCache(model, num_blocks=24, block_size=4, parallel=parallel)
+    requests = [make_request([t % 95 for t in random_token_ids(n, seed=n)]) for n in (3, 17, 9)]
+    for request in requests:
+        cache.allocate(request)
+    return BatchBuilder(cache.k_caches, cache.v_caches, cache.block_size), requests
 
 
 def moe_step(parallel: Parallel, x: Tensor) -> tuple[Tensor, dict[str, tuple[int, int]]]:

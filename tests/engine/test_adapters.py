@@ -15,6 +15,7 @@ from engine.adapters import Adapters
 from engine.colocated import ColocatedEngine
 from engine.errors import UnsupportedModel, WeightsError
 from engine.models import CausalLM, build_model
+from engine.rank_adapters import RankAdapters
 from engine.request import Request
 from engine.scheduler import SchedulerConfig
 from engine.weights import load_model_config, load_weights
@@ -31,7 +32,7 @@ FAMILIES: dict[str, tuple[Callable[[], PreTrainedModel], tuple[str, ...]]] = {
     "qwen3-moe": (lambda: tiny("qwen3-moe", head_dim=16), ATTENTION),
     "deepseek-v3": (
         lambda: tiny_deepseek("v3"),
-        ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"),
+        ("q_a_proj", "kv_b_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"),
     ),
 }
 
@@ -101,7 +102,7 @@ def test_two_adapters_and_the_base_in_one_batch_equal_their_merged_models(
 ) -> None:
     make, targets = FAMILIES[family]
     hf = make()
-    adapters = Adapters(model := load(hf, tmp_path / "model", ops))
+    adapters = Adapters(RankAdapters(model := load(hf, tmp_path / "model", ops)))
     deltas = {"": {}} | {
         "red": write_adapter(tmp_path / "red", hf, targets, seed=1),
         "blue": write_adapter(tmp_path / "blue", hf, targets[:2], seed=2, use_rslora=True),
@@ -134,7 +135,7 @@ def test_two_adapters_and_the_base_in_one_batch_equal_their_merged_models(
 @pytest.fixture
 def llama(ops: Ops, tmp_path: Path) -> tuple[PreTrainedModel, Adapters, Path]:
     hf = tiny_hf_llama()
-    return hf, Adapters(load(hf, tmp_path / "model", ops)), tmp_path
+    return hf, Adapters(RankAdapters(load(hf, tmp_path / "model", ops))), tmp_path
 
 
 def test_another_adapter_of_the_same_name_has_another_identity(
@@ -164,7 +165,7 @@ def test_a_request_keeps_the_adapter_it_began_with(
         for name, seed in (("old", 1), ("new", 2))
     )
     model = load(hf, folder / "again", ops)
-    adapters = Adapters(model)
+    adapters = Adapters(RankAdapters(model))
     adapters.load("mine", folder / "old")
     made = engine(model, ops, adapters)
     requests = []

@@ -1,6 +1,7 @@
 """Logits of every family after its KV moved to another cache, with blocks of another size."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from engine.models import CausalLM
 from engine.request import Request
 from kernels.ops import Ops
 from kvtransfer.reshard import plan_transfer
+from tests.engine import test_deepseek, test_llama, test_mistral, test_moe, test_qwen
 from tests.engine.steps import (
     PoisonedCache,
     logits_of_requests,
@@ -28,6 +30,7 @@ NUM_STEPS = 32
 PROMPT_LENGTHS = (1, 15, 16, 17, 60)
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": tiny_hf_llama,
+    "mistral with a window": lambda: tiny("mistral", sliding_window=12),
     "mixtral with a window": lambda: tiny("mixtral", sliding_window=12),
     "qwen2": lambda: tiny("qwen2"),
     "qwen3": lambda: tiny("qwen3", head_dim=32),
@@ -57,11 +60,27 @@ def expected_steps(hf: PreTrainedModel, token_ids: list[int]) -> Tensor:
     return hf_logits(hf, token_ids)[-NUM_STEPS:]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# Everything that prefill and decoding are compared in: too much for every run.
+ALL_CONFIGS: dict[str, Callable[[], PreTrainedModel]] = {
+    **{f"llama, {k}": partial(tiny_hf_llama, **v) for k, v in test_llama.ARCHITECTURES.items()},
+    **{k: partial(test_qwen.tiny_qwen, f, **v) for k, (f, v) in test_qwen.CONFIGS.items()},
+    **{f"qwen3-moe, {k}": partial(test_moe.tiny_moe, **v) for k, v in test_moe.CONFIGS.items()},
+    **{k: partial(tiny, f, **v) for k, (f, v) in test_mistral.CONFIGS.items()},
+    **{k: partial(tiny_deepseek, f, **v) for k, (f, v) in test_deepseek.CONFIGS.items()},
+}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(pytest.param(make, id=name) for name, make in FAMILIES.items()),
+        *(pytest.param(m, id=n, marks=pytest.mark.slow) for n, m in ALL_CONFIGS.items()),
+    ],
+)
 def test_32_steps_after_a_transfer_have_the_logits_of_transformers(
-    family: str, ops: Ops, tmp_path: Path
+    make: Callable[[], PreTrainedModel], ops: Ops, tmp_path: Path
 ) -> None:
-    hf = FAMILIES[family]()
+    hf = make()
     model = from_hf(hf, tmp_path, ops)
     source = PoisonedCache(model, num_blocks=40, block_size=8, seed=1)
     target = PoisonedCache(model, num_blocks=40, block_size=16, seed=2)

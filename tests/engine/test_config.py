@@ -1,10 +1,10 @@
 import pytest
 
 from engine.architectures import ARCHITECTURES, GGUF_ARCHITECTURES
+from engine.checkpoint.config import parse_model_config
 from engine.config import RopeConfig
 from engine.errors import UnsupportedModel, WeightsError
 from engine.models import MODELS
-from engine.models.config import parse_model_config
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -78,7 +78,7 @@ def test_yarn_without_factor_takes_the_ratio_of_the_contexts() -> None:
     assert rope(rope_parameters=scaling).factor == 4.0
 
 
-@pytest.mark.parametrize("rope_type", ["dynamic", "longrope", "su"])
+@pytest.mark.parametrize("rope_type", ["longrope", "su", "mrope"])
 def test_other_rope_types_are_refused_and_the_supported_ones_named(rope_type: str) -> None:
     with pytest.raises(
         UnsupportedModel, match=f"'{rope_type}', supported: default, linear, llama3, yarn"

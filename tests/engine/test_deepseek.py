@@ -14,8 +14,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+from engine.checkpoint.config import parse_model_config
 from engine.errors import UnsupportedModel, WeightsError
-from engine.models.config import parse_model_config
 from kernels.ops import Ops
 from tests.engine.test_llama import LENGTHS, assert_close_to_hf, chunks_of_five, uneven, whole
 from tests.engine.test_moe import prefill_then_32_steps

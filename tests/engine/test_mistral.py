@@ -18,8 +18,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from engine.checkpoint.config import parse_model_config
 from engine.errors import UnsupportedModel, WeightsError
-from engine.models.config import parse_model_config
 from kernels.ops import Ops
 from tests.engine.test_llama import LENGTHS, assert_close_to_hf, chunks_of_five, uneven, whole
 from tests.engine.test_moe import prefill_then_32_steps
@@ -38,6 +38,14 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral without a window": ("mistral", {"sliding_window": None}),
     "mistral, window of 7": ("mistral", {"sliding_window": 7}),
     "mistral, window of 1": ("mistral", {"sliding_window": 1, "head_dim": 32}),
+    "mistral, nine heads over three, tied": (
+        "mistral",
+        NINE_HEADS | {"sliding_window": 20, "tie_word_embeddings": True},
+    ),
+    "mistral, five heads over one, yarn": (
+        "mistral",
+        FIVE_HEADS | {"sliding_window": None, "rope_parameters": YARN, "head_dim": 16},
+    ),
     "mixtral": ("mixtral", {}),
     "mixtral, window of 12, tied": ("mixtral", {"sliding_window": 12, "tie_word_embeddings": True}),
     "mixtral, one expert of five": (

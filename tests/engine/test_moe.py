@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from engine.checkpoint.config import parse_model_config
 from engine.config import MoEConfig
 from engine.errors import WeightsError
 from engine.layers.layer import named_weights, pack_weights
 from engine.layers.moe import MoE
-from engine.models.config import parse_model_config
 from engine.parallel import Parallel
 from kernels.ops import Ops
 from tests.engine.test_llama import LENGTHS, assert_close_to_hf, chunks_of_five, uneven, whole

@@ -3,11 +3,14 @@ and decode steps, uneven batches, ranks without work.
 """
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 
+from tests.engine.mtp import tiny_mtp
 from tests.engine.parallel_matrix import (
     DENSE,
     FAMILIES,
@@ -17,8 +20,17 @@ from tests.engine.parallel_matrix import (
     Spread,
     all_spreads,
 )
-from tests.engine.rank_jobs import ROUNDS, greedy
+from tests.engine.rank_jobs import (
+    ROUNDS,
+    adapter_logits,
+    draft_states,
+    greedy,
+    part_logits,
+)
 from tests.engine.ranks import Ranks, alone
+from tests.engine.test_adapters import write_adapter
+from tests.engine.test_quantized_checkpoints import write as write_quantized
+from tests.engine.test_weights_gguf import tiny_gguf
 
 pytestmark = pytest.mark.multiprocess
 
@@ -65,3 +77,68 @@ def test_every_rank_has_the_logits_and_tokens_of_one_process(
         expected_logits, expected_token_ids = expected(family)[rank // spread.tp_size]
         assert token_ids == expected_token_ids
         torch.testing.assert_close(logits, expected_logits, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("form", "quantization"),
+    [
+        *product(("awq", "gptq", "modelslim", "gguf"), ("none", "native")),
+        ("fp8", "none"),
+        ("gptq, desc_act", "none"),
+    ],
+)
+def test_every_rank_reads_its_part_of_a_quantised_weight(
+    form: str, quantization: str, ranks: Ranks, tmp_path: Path
+) -> None:
+    path = tmp_path
+    if form == "gguf":
+        path = tmp_path / "tiny.gguf"
+        # Of 128 inputs both ranks have whole blocks, of 96 they do not.
+        tiny_gguf(path, GGMLQuantizationType.Q4_1, hidden_size=128)
+    else:
+        write_quantized(path, form)
+    expected = alone(part_logits, path, "none")
+    for found in ranks.run(part_logits, path, quantization, tp_size=2):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)
+
+
+_ADAPTED = {
+    "qwen2, tied": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    "qwen3-moe": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "deepseek-v3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+}
+
+
+@pytest.mark.parametrize("tp_size", [2, 4])
+@pytest.mark.parametrize("family", _ADAPTED)
+def test_every_rank_adds_its_part_of_an_adapter(
+    family: str,
+    tp_size: int,
+    family_folder: Callable[[str], Path],
+    ranks: Ranks,
+    tmp_path: Path,
+) -> None:
+    folder, adapter = family_folder(family), tmp_path / "adapter"
+    write_adapter(adapter, FAMILIES[family](), _ADAPTED[family], seed=1)
+    expected = alone(adapter_logits, folder, adapter)
+    for found in ranks.run(adapter_logits, folder, adapter, tp_size=tp_size):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "spread",
+    [
+        Spread(tp_size=2),
+        Spread(tp_size=2, sequence_parallel=True),
+        Spread(tp_size=2, ep_size=2),
+        Spread(tp_size=2, ep_size=2, moe_comm="allreduce"),
+    ],
+    ids=str,
+)
+def test_every_rank_has_the_draft_states_of_one_process(
+    spread: Spread, ranks: Ranks, tmp_path: Path
+) -> None:
+    tiny_mtp(tmp_path, 2)
+    expected = alone(draft_states, tmp_path)
+    for found in ranks.run(draft_states, tmp_path, **spread.options):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)

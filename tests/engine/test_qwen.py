@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from engine.checkpoint.config import parse_model_config
 from engine.layers.layer import named_weights
 from engine.models import build_model
-from engine.models.config import parse_model_config
 from kernels.ops import Ops, select_ops
 from tests.engine.test_llama import (
     LENGTHS,
@@ -37,6 +37,7 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
 NINE_HEADS = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3}
 FIVE_HEADS = {"hidden_size": 80, "num_attention_heads": 5, "num_key_value_heads": 1}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -45,6 +46,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2 nine heads over three": ("qwen2", NINE_HEADS),
     "qwen2 five heads over one, yarn": ("qwen2", FIVE_HEADS | {"rope_parameters": YARN}),
     "qwen2 wide heads, linear": ("qwen2", {"head_dim": 24, "rope_parameters": LINEAR}),
+    "qwen2 dynamic": ("qwen2", {"rope_parameters": DYNAMIC}),
     "qwen2 llama3, three layers": ("qwen2", {"rope_parameters": LLAMA3, "num_hidden_layers": 3}),
     "qwen3 gqa": ("qwen3", {"head_dim": 16}),
     "qwen3 default head_dim of 128, tied": ("qwen3", {"tie_word_embeddings": True}),
@@ -58,6 +60,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 24, "num_key_value_heads": 4, "attention_bias": True},
     ),
     "qwen3 linear": ("qwen3", {"head_dim": 16, "rope_parameters": LINEAR}),
+    "qwen3 dynamic": ("qwen3", {"head_dim": 16, "rope_parameters": DYNAMIC}),
     "qwen3 llama3, three layers": (
         "qwen3",
         {"head_dim": 16, "rope_parameters": LLAMA3, "num_hidden_layers": 3},

@@ -1,4 +1,4 @@
-"""LoRA adapters, loaded while a service runs, through a prefiller and a decoder."""
+"""LoRA adapters, loaded while a service runs, through a prefiller and a decoder of two ranks."""
 
 import asyncio
 import queue
@@ -12,6 +12,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from engine.parallel_config import ParallelConfig
 from protos import worker_pb2, worker_pb2_grpc
 from protos.block_hash import block_salt, hash_blocks, kv_identity
 from proxy.adapters import Adapters
@@ -85,6 +86,7 @@ async def test_adapters_are_loaded_used_and_unloaded_while_serving(
     with Service(
         folder,
         worker={"transfer": {"transport": "memory"}},
+        decoder={"parallel": ParallelConfig(tp_size=2)},
         proxy={"adapters_folder": str(adapters)},
     ) as service:
 

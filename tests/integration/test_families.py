@@ -1,4 +1,7 @@
-"""Every model family gives transformers' tokens through a prefiller, a transfer and a decoder."""
+"""Every model family gives transformers' tokens through a prefiller, a transfer and a decoder.
+
+They are split over different numbers of ranks; the decoder has room for no more than the prompts.
+"""
 
 import asyncio
 import shutil
@@ -15,6 +18,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     Qwen2Config,
@@ -25,12 +30,14 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from engine.parallel_config import ParallelConfig
 from tests.engine.tiny import hf_logits, tiny_hf
 from tests.integration.service import Service
 
 pytestmark = pytest.mark.multiprocess
 
-_NUM_TOKENS = 32
+_NUM_TOKENS = 96
+_NUM_BLOCKS = 30  # all prompts fit, all outputs do not
 _TIE = 1e-3  # logits closer than this may swap
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 _LATENT = {
@@ -49,6 +56,7 @@ _LATENT = {
 }
 _FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama": (LlamaForCausalLM, LlamaConfig, {}),
+    "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": 40}),
     "mixtral": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 8, "sliding_window": 40}),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True}),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 32}),
@@ -85,17 +93,27 @@ def _assert_greedy(hf: Any, prompt: list[int], output: list[int]) -> None:
     assert (logits.amax(dim=-1) - chosen).max() < _TIE
 
 
+# KV is cut in two for one family, and joined for the next.
+_TP = {family: (1, 2) if i % 2 else (2, 1) for i, family in enumerate(_FAMILIES)}
+
+
 @pytest.mark.parametrize("family", _FAMILIES)
 async def test_disaggregated_tokens_are_those_of_transformers(
     family: str, tiny_model: Path, tmp_path: Path
 ) -> None:
+    prefiller, decoder = ({"parallel": ParallelConfig(tp_size=size)} for size in _TP[family])
     hf = _write(tmp_path, tiny_model, family)
     generator = torch.Generator().manual_seed(0)
     prompts = [
         torch.randint(3, hf.config.vocab_size, (length,), generator=generator).tolist()
         for length in (33, 64, 65, 200, 330)
     ]
-    with Service(tmp_path, worker={"transfer": {"transport": "memory"}}) as service:
+    with Service(
+        tmp_path,
+        worker={"transfer": {"transport": "memory"}},
+        prefiller=prefiller,
+        decoder=decoder | {"num_blocks": _NUM_BLOCKS},
+    ) as service:
 
         def generate(prompt: list[int]) -> list[int]:
             return service.generate(prompt, max_tokens=_NUM_TOKENS, ignore_eos=True)
@@ -107,6 +125,9 @@ async def test_disaggregated_tokens_are_those_of_transformers(
         (prefiller,) = service.of_role("prefiller")
         assert sum(peer.num_transfers for peer in prefiller.stats().transfers) == len(prompts)
         assert await together() == outputs, "a warm prefix cache changed tokens"
+        (stats,) = (worker.stats() for worker in service.of_role("decoder"))
+        assert stats.num_preemptions > 0
+        assert stats.prefix_cache_hits > 0
         service.assert_idle()
     for prompt, output in zip(prompts, outputs, strict=True):
         assert len(output) == _NUM_TOKENS

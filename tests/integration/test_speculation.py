@@ -10,21 +10,29 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
+from engine.colocated import ColocatedEngine
+from engine.parallel_config import ParallelConfig
+from engine.scheduler import SchedulerConfig
+from kernels.ops import select_ops
 from tests.engine.mtp import tiny_mtp
+from tests.engine.steps import load, make_request
 from tests.engine.tiny import hf_logits
 from tests.integration.service import Service
 
 pytestmark = pytest.mark.multiprocess
 
 _NUM_DRAFTS = 2
+_NUM_TOKENS = 24
 _TIE = 1e-3  # logits closer than this may swap
 
 
-def _write(folder: Path, tokenizer_folder: Path) -> Any:
+def _write(folder: Path, tokenizer_folder: Path, num_layers: int = 1) -> Any:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tokenizer_folder / name, folder / name)
     vocab_size = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
-    hf, _ = tiny_mtp(folder, vocab_size=vocab_size, max_position_embeddings=512, eos_token_id=0)
+    hf, _ = tiny_mtp(
+        folder, num_layers, vocab_size=vocab_size, max_position_embeddings=512, eos_token_id=0
+    )
     return hf
 
 
@@ -34,10 +42,20 @@ def _draft_stats(service: Service) -> tuple[int, int, int]:
     return stats.num_draft_steps, stats.num_draft_tokens, stats.num_accepted_tokens
 
 
+@pytest.mark.parametrize(
+    ("num_layers", "prefiller_tp", "decoder_tp", "temperature"),
+    [(1, 1, 1, 0.0), (2, 2, 1, 0.0), (2, 1, 2, 1.0)],
+    ids=["one layer", "two layers, tp 2 to 1", "two layers, tp 1 to 2, sampled"],
+)
 async def test_a_prefiller_hands_over_what_the_first_draft_needs(
-    tiny_model: Path, tmp_path: Path
+    num_layers: int,
+    prefiller_tp: int,
+    decoder_tp: int,
+    temperature: float,
+    tiny_model: Path,
+    tmp_path: Path,
 ) -> None:
-    hf = _write(tmp_path, tiny_model)
+    hf = _write(tmp_path, tiny_model, num_layers)
     generator = torch.Generator().manual_seed(0)
     prompts = [
         torch.randint(3, hf.config.vocab_size, (length,), generator=generator).tolist()
@@ -48,7 +66,12 @@ async def test_a_prefiller_hands_over_what_the_first_draft_needs(
         "speculation": "mtp",
         "num_draft_tokens": _NUM_DRAFTS,
     }
-    with Service(tmp_path, worker=worker) as service:
+    with Service(
+        tmp_path,
+        worker=worker,
+        prefiller={"parallel": ParallelConfig(tp_size=prefiller_tp)},
+        decoder={"parallel": ParallelConfig(tp_size=decoder_tp)},
+    ) as service:
         # Of three tokens the prefiller samples one, and only the first of the decoder's steps may
         # still use a draft: it is the prefiller's.
         for prompt in prompts:
@@ -56,15 +79,53 @@ async def test_a_prefiller_hands_over_what_the_first_draft_needs(
         assert _draft_stats(service)[:2] == (len(prompts), len(prompts))
 
         def generate(prompt: list[int]) -> list[int]:
-            return service.generate(prompt, max_tokens=24, ignore_eos=True)
+            answer = service.complete(
+                prompt,
+                temperature=temperature,
+                seed=len(prompt),
+                max_tokens=_NUM_TOKENS,
+                ignore_eos=True,
+                return_token_ids=True,
+            )
+            token_ids: list[int] = answer["choices"][0]["token_ids"]
+            return token_ids
 
         outputs = await asyncio.gather(*(asyncio.to_thread(generate, p) for p in prompts))
         assert _draft_stats(service)[1] > 50
         service.assert_idle()
+    if temperature:
+        assert outputs == _sampled_without_drafts(tmp_path, prompts, temperature)
+        return
     for prompt, output in zip(prompts, outputs, strict=True):
         logits = hf_logits(hf, prompt + output)[len(prompt) - 1 : -1]
         chosen = logits[torch.arange(len(output)), torch.tensor(output)]
         assert (logits.amax(dim=-1) - chosen).max() < _TIE
+
+
+def _sampled_without_drafts(
+    folder: Path, prompts: list[list[int]], temperature: float
+) -> list[list[int]]:
+    """By one process."""
+    ops = select_ops("auto")
+    engine = ColocatedEngine(
+        load(folder, ops),
+        ops,
+        num_blocks=64,
+        block_size=16,
+        scheduler_config=SchedulerConfig(max_model_len=512),
+    )
+    requests = [
+        make_request(
+            prompt,
+            temperature=temperature,
+            seed=len(prompt),
+            max_tokens=_NUM_TOKENS,
+            ignore_eos=True,
+        )
+        for prompt in prompts
+    ]
+    engine.generate(requests)
+    return [request.token_ids[request.num_prompt_tokens :] for request in requests]
 
 
 async def test_right_drafts_are_accepted_and_counted(tiny_model: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.ops import GroupedLinear, Linear, Ops
-from kernels.quantized import QuantizedWeight, concat_rows
+from kernels.quantized import PaddedRows, QuantizedWeight, concat_rows, whole
 
 SHAPES = [(576, 576), (100, 40), (33, 1000), (1, 1), (65, 64), (64, 65), (7, 257), (32, 256)]
 FORMS = {  # bits, group size, offsets, factors that float16 holds
@@ -127,5 +127,14 @@ def test_weights_of_different_forms_go_side_by_side_if_their_groups_are_alike() 
     mixed = [make_weight("Q4_1", 5, 64), make_weight("Q8_0", 3, 64)]
     fused = concat_rows(mixed)
     assert fused is not None
-    assert torch.equal(fused.dequantize(), torch.cat([part.dequantize() for part in mixed]))
+    expected = torch.cat([part.dequantize() for part in mixed])
+    assert torch.equal(whole(fused).dequantize(), expected)
+    for index in (slice(1, 3), slice(4, 7), slice(5, 8)):
+        assert torch.equal(fused.rows(index).dequantize(), expected[index])
+    padded = PaddedRows(fused, 12)
+    assert torch.equal(whole(padded).dequantize()[:8], expected)
+    for index in (slice(6, 11), slice(8, 12), slice(9, 10)):
+        part = padded.rows(index)
+        assert part.form == fused.form
+        assert torch.equal(part.dequantize(), whole(padded).dequantize()[index])
     assert concat_rows([*mixed, make_weight("AWQ", 2, 64)]) is None

@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from engine.checkpoint.config import parse_model_config
 from engine.collectives import CollectiveCounters, ProcessGroup
 from engine.layers.layer import named_weights, pack_weights
 from engine.models import CausalLM, build_model
-from engine.models.config import parse_model_config
 from engine.parallel_config import MoEComm
 from kernels.ascend.options import NpuOptions
 from kernels.npu import NpuOps

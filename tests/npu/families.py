@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from engine.batch import BatchBuilder
+from engine.checkpoint.config import parse_model_config
 from engine.kv_layout import kv_layout, poisoned_caches
 from engine.layers.layer import named_weights, pack_weights
 from engine.models import CausalLM, build_model
-from engine.models.config import parse_model_config
 from engine.request import Request, SamplingParams
 from engine.scheduler import ScheduledRequest
 from kernels.ops import Ops

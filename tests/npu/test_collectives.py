@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 import tests.npu.simulator
+from engine.checkpoint.config import parse_model_config
 from engine.layers.layer import named_weights, pack_weights, weighted_layers
 from engine.models import CausalLM, build_model
-from engine.models.config import parse_model_config
 from engine.parallel import Parallel
 from engine.parallel_config import ParallelConfig
 from kernels.ascend.collective_linear import GatheredProduct, ReduceScatteredProduct

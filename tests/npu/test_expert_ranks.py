@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from engine.checkpoint.config import parse_model_config
 from engine.layers.layer import pack_weights, weighted_layers
 from engine.models import CausalLM, build_model
-from engine.models.config import parse_model_config
 from engine.parallel import Parallel
 from engine.parallel_config import MoEComm, ParallelConfig
 from engine.worker.config import WorkerConfig

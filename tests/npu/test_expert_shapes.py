@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine.checkpoint.config import parse_model_config
 from engine.config import MoEConfig
 from engine.layers.layer import pack_weights
 from engine.layers.moe import MoE
-from engine.models.config import parse_model_config
 from engine.parallel_config import EplbConfig, EplbMode, MoEComm
 from kernels.ascend.gated import NpuInt8Experts
 from kernels.ascend.linear import NpuGroupedInt8Linear

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine.checkpoint.config import parse_model_config
 from engine.layers.layer import pack_weights
 from engine.models import build_model
-from engine.models.config import parse_model_config
 from kernels.npu import NpuOps
 from tests.npu.published import PUBLISHED
 from tests.npu.test_shapes import META, meta_batch

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import tests.npu.simulator
+from engine.checkpoint.config import parse_model_config
 from engine.layers.layer import pack_weights
 from engine.models import build_model
-from engine.models.config import parse_model_config
 from kernels.ascend.options import NpuOptions
 from kernels.npu import NpuOps
 from kernels.reference import ReferenceOps

@@ -11,10 +11,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.batch import KVBatch
+from engine.checkpoint.config import parse_model_config
 from engine.kv_layout import kv_layout, poisoned_caches
 from engine.layers.layer import pack_weights
 from engine.models import CausalLM, build_model
-from engine.models.config import parse_model_config
 from kernels.ascend.options import NpuOptions
 from kernels.npu import NpuOps
 from tests.npu.published import PUBLISHED, one_rank

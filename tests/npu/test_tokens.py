@@ -11,7 +11,7 @@ import tests.npu.simulated_experts  # noqa: F401  (and the simulator, which it i
 from engine.batch import KVBatch
 from kernels.ascend.options import NpuOptions
 from kernels.npu import NpuOps
-from kernels.quantized import QuantizedWeight
+from kernels.quantized import QuantizedRows, whole
 from kernels.reference import ReferenceOps
 from tests.npu.families import CONFIGS, caches, family, generate
 
@@ -80,13 +80,13 @@ def test_quantised_weights_give_the_tokens_of_the_reference(name: str, quantizat
 class RoundedInputs(ReferenceOps):
     """int8 weights on activations that are rounded to 127 steps of each token's largest."""
 
-    def quantized_linear(self, weight: QuantizedWeight, bias: Tensor | None) -> Any:
+    def quantized_linear(self, weight: QuantizedRows, bias: Tensor | None) -> Any:
         return Rounded(super().quantized_linear(weight, bias))
 
-    def quantized_vocabulary(self, weight: QuantizedWeight) -> Any:
-        return self.linear(weight.dequantize(), None)
+    def quantized_vocabulary(self, weight: QuantizedRows) -> Any:
+        return self.linear(whole(weight).dequantize(), None)
 
-    def grouped_quantized_linear(self, weights: Sequence[QuantizedWeight]) -> Any:
+    def grouped_quantized_linear(self, weights: Sequence[QuantizedRows]) -> Any:
         return Rounded(super().grouped_quantized_linear(weights), len(weights))
 
 

@@ -221,8 +221,9 @@ def test_roles_are_spread_over_ranks_each_in_its_own_way() -> None:
         load("decoder.tp=3", "decoder.dp=2", "decoder.ep=4")
     with pytest.raises(ConfigError, match="tiers serve one block pool"):
         load("prefiller.dp=2", "tiers.host_bytes=1048576")
-    with pytest.raises(ConfigError, match="mtp drafts on one rank, decoder has 2"):
-        load("decoder.tp=2", "speculation=mtp")
+    with pytest.raises(ConfigError, match=r"mtp does not go with decoder\.dp"):
+        load("decoder.dp=2", "speculation=mtp")
+    assert load("decoder.tp=2", "speculation=mtp").decoder.tp == 2
     with pytest.raises(ConfigError, match="KV caches"):  # every rank has one
         load("decoder.dp=1024", "decoder.kv_cache_bytes=1073741824")
 

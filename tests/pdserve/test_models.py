@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,14 @@ from safetensors.torch import save_file
 from pdserve.errors import BadModel, ModelNotFound
 from pdserve.models import default_served_name, resolve_model
 
-CONFIG = {"architectures": ["LlamaForCausalLM"]}
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 10,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 TOKENIZER = {"model": {"vocab": {"a": 0}}}
 INDEX = "model.safetensors.index.json"
 
@@ -28,10 +37,23 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def write_gguf(path: Path, architecture: str = "llama", tokens: tuple[str, ...] = ("a",)) -> Path:
+def write_gguf(
+    path: Path,
+    architecture: str = "llama",
+    tokens: tuple[str, ...] = ("a",),
+    **values: str,
+) -> Path:
     writer = gguf.GGUFWriter(path, architecture)
     if tokens:
         writer.add_token_list(tokens)
+    writer.add_block_count(2)
+    writer.add_context_length(128)
+    writer.add_embedding_length(32)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(4)
+    writer.add_layer_norm_rms_eps(1e-6)
+    for key, value in values.items():
+        writer.add_string(key, value)
     writer.add_tensor("token_embd.weight", np.ones((64, 32), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -71,6 +93,25 @@ def test_an_incomplete_folder_is_refused_with_what_it_lacks(folder: Path, missin
         ),
         ("config.json", {}, "architectures is null, supported: .*LlamaForCausalLM"),
         ("config.json", {"architectures": [["x"]]}, "architectures is .*, supported: "),
+        ("config.json", {"vocab_size": None}, "config.json has no vocab_size"),
+        ("config.json", {"hidden_act": "gelu"}, "hidden_act is 'gelu', supported: silu"),
+        ("config.json", {"num_attention_heads": "four"}, "a value is not of its kind: .*four"),
+        (
+            "config.json",
+            {"rope_scaling": {"rope_type": "longrope"}},
+            "rope type is 'longrope', supported: default, linear, llama3, yarn, dynamic",
+        ),
+        (
+            "config.json",
+            {"quantization_config": {"quant_method": "bitsandbytes"}},
+            "quant_method is 'bitsandbytes', supported: fp8, awq, gptq",
+        ),
+        ("config.json", {"layer_types": ["chunked_attention"] * 2}, "chunked_attention, supported"),
+        (
+            "quant_model_description.json",
+            {"model.layers.0.mlp.up_proj.weight": "W4A8"},
+            "has W4A8, supported: FLOAT, W8A8",
+        ),
         ("config.json", '{"architectures": ["Lla', "is no JSON, or damaged: .*line 1"),
         ("config.json", "[]", "holds no JSON object"),
         ("config.json", b"\xff\xfe", "is no JSON, or damaged: "),
@@ -90,7 +131,8 @@ def test_a_damaged_file_is_refused_with_its_name_and_what_is_wrong(
     folder: Path, name: str, content: Any, message: str
 ) -> None:
     if isinstance(content, dict):
-        content = json.dumps(content)
+        whole = CONFIG if name == "config.json" and content else {}
+        content = json.dumps(whole | content)
     (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(BadModel, match=f"{re.escape(str(folder / name))}.*{message}"):
         resolve_model(str(folder))
@@ -116,10 +158,18 @@ def test_a_gguf_file_that_was_cut_off_anywhere_is_refused(tmp_path: Path) -> Non
 
 def test_a_gguf_file_of_another_architecture_or_without_tokens_is_refused(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "x.gguf", "mamba")
-    with pytest.raises(BadModel, match=r'general.architecture is "mamba", supported: llama, '):
+    with pytest.raises(BadModel, match=r'general.architecture is "mamba", supported: .*llama, '):
         resolve_model(str(path))
     with pytest.raises(BadModel, match=r"tokenizer\.ggml.tokens is missing"):
         resolve_model(str(write_gguf(tmp_path / "y.gguf", tokens=())))
+    path = write_gguf(tmp_path / "z.gguf", **{"llama.rope.scaling.type": "longrope"})
+    with pytest.raises(BadModel, match=r"z\.gguf: rope\.scaling\.type is 'longrope'.*supported"):
+        resolve_model(str(path))
+
+
+def test_looking_at_files_needs_no_torch() -> None:
+    code = "import sys, pdserve.model_files; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
 def test_a_name_that_is_nothing_is_refused_with_what_it_could_be(tmp_path: Path) -> None:

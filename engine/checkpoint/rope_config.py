@@ -3,9 +3,11 @@
 import math
 from typing import get_args
 
+from engine.checkpoint.fields import Json
 from engine.config import RopeConfig, RopeType
 from engine.errors import UnsupportedModel, WeightsError
-from engine.models.fields import Json
+
+_DYNAMIC = "dynamic"
 
 
 def parse_rope_config(config: Json, max_position_embeddings: int) -> RopeConfig:
@@ -49,11 +51,15 @@ def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
 
 def _rope_type(scaling: Json) -> RopeType:
     wanted = scaling.get("rope_type") or scaling.get("type") or "default"
+    if wanted == _DYNAMIC:
+        # It stretches by as much as a text is longer than max_position_embeddings: none is here.
+        return "default"
     supported: tuple[RopeType, ...] = get_args(RopeType)
     for rope_type in supported:
         if rope_type == wanted:
             return rope_type
-    raise UnsupportedModel(f"rope type is {wanted!r}, supported: {', '.join(supported)}")
+    names = ", ".join([*supported, _DYNAMIC])
+    raise UnsupportedModel(f"rope type is {wanted!r}, supported: {names}")
 
 
 def _attention_factor(scaling: Json, factor: float) -> float:

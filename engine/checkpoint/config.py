@@ -1,17 +1,17 @@
 """Hugging Face's config.json as a `ModelConfig`; the one place that knows its spellings."""
 
 from engine.architectures import ARCHITECTURES, Architecture
-from engine.config import ModelConfig, MoEConfig
-from engine.errors import UnsupportedModel, WeightsError
-from engine.models.deepseek_config import (
+from engine.checkpoint.deepseek_config import (
     DEEPSEEK,
     num_mtp_layers,
     parse_deepseek_moe_config,
     parse_mla_config,
 )
-from engine.models.fields import Json, read_int
-from engine.models.rope_config import parse_rope_config
-from engine.models.window_config import parse_windows
+from engine.checkpoint.fields import Json, read_int
+from engine.checkpoint.rope_config import parse_rope_config
+from engine.checkpoint.window_config import parse_windows
+from engine.config import ModelConfig, MoEConfig
+from engine.errors import UnsupportedModel, WeightsError
 
 SPARSE = frozenset({"Qwen3MoeForCausalLM"})
 """Architectures with experts."""

@@ -1,10 +1,10 @@
 """DeepSeek's fields of a config.json: latent attention and its mixture of experts."""
 
 from engine.architectures import Architecture
+from engine.checkpoint.fields import Json, read_int, require
+from engine.checkpoint.rope_config import yarn_attention_factor
 from engine.config import MLAConfig, MoEConfig, RopeConfig
 from engine.errors import UnsupportedModel, WeightsError
-from engine.models.fields import Json, read_int, require
-from engine.models.rope_config import yarn_attention_factor
 from kernels.gating import Gating
 
 DEEPSEEK: frozenset[Architecture] = frozenset({"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"})
@@ -46,7 +46,7 @@ def parse_deepseek_moe_config(config: Json, architecture: Architecture) -> MoECo
     )
     is_v3 = architecture == "DeepseekV3ForCausalLM"
     gating = _v3_gating(config) if is_v3 else _v2_gating(config)
-    _check_groups(gating, num_experts)
+    check_groups(gating, num_experts)
     first, freq = (
         int(config.get("first_k_dense_replace") or 0),
         int(config.get("moe_layer_freq") or 1),
@@ -96,7 +96,8 @@ def _v3_gating(config: Json) -> Gating:
     )
 
 
-def _check_groups(gating: Gating, num_experts: int) -> None:
+def check_groups(gating: Gating, num_experts: int) -> None:
+    """Raises: WeightsError, UnsupportedModel: the numbers of groups and experts do not fit."""
     if num_experts % gating.num_groups:
         raise WeightsError(
             f"n_routed_experts is {num_experts}, no multiple of n_group {gating.num_groups}"

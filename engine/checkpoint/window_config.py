@@ -1,8 +1,8 @@
 """Sliding-window attention in a config.json: how far back, and in which layers."""
 
 from engine.architectures import Architecture
+from engine.checkpoint.fields import Json, read_int
 from engine.errors import UnsupportedModel, WeightsError
-from engine.models.fields import Json, read_int
 
 # Their sliding_window is on whenever it is there; Qwen's has a switch, and others have none.
 _ALWAYS_ON: frozenset[Architecture] = frozenset({"MistralForCausalLM", "MixtralForCausalLM"})
