@@ -101,7 +101,6 @@ def part_logits(
     return logits_by_steps(model, cache, sequences, lambda i, left: (i + 1, 5, 1)[left % 3])
 
 
-@torch.inference_mode()
 def adapter_logits(parallel: Parallel, folder: Path, adapter: Path) -> Tensor:
     """[T, V] of a batch of three sequences, the second with the adapter."""
     model = load(folder, select_ops("reference"), parallel)
@@ -112,12 +111,10 @@ def adapter_logits(parallel: Parallel, folder: Path, adapter: Path) -> Tensor:
     requests[1].adapter = adapters.key("mine")
     scheduled = [ScheduledRequest(request, request.num_tokens) for request in requests]
     batch = builder.build(scheduled)
-    with own.rows.set(adapters.rows_of(scheduled)):
-        hidden = model(batch.input_ids, batch.positions, batch.kv)
-    return model.logits(hidden)
+    with torch.inference_mode(), own.rows.set(adapters.rows_of(scheduled)):
+        return model.logits(model(batch.input_ids, batch.positions, batch.kv))
 
 
-@torch.inference_mode()
 def draft_states(parallel: Parallel, folder: Path) -> list[Tensor]:
     """[T, hidden_size] of every MTP layer, for three prompts."""
     config = load_model_config(folder)
@@ -126,10 +123,11 @@ def draft_states(parallel: Parallel, folder: Path) -> list[Tensor]:
     load_weights(folder, model)
     builder, requests = _prompts(model, parallel)
     batch = builder.build([ScheduledRequest(r, r.num_tokens) for r in requests])
-    states = [model(batch.input_ids, batch.positions, batch.kv)]
-    for depth in range(config.num_draft_layers):
-        next_ids = batch.input_ids.roll(-1 - depth)
-        states.append(model.draft(next_ids, batch.positions, states[-1], batch.kv, None, depth))
+    with torch.inference_mode():
+        states = [model(batch.input_ids, batch.positions, batch.kv)]
+        for depth in range(config.num_draft_layers):
+            next_ids = batch.input_ids.roll(-1 - depth)
+            states.append(model.draft(next_ids, batch.positions, states[-1], batch.kv, None, depth))
     return states
 
 
