@@ -123,7 +123,8 @@ async def test_disaggregated_tokens_are_those_of_transformers(
 
         outputs = await together()
         (prefiller,) = service.of_role("prefiller")
-        assert sum(peer.num_transfers for peer in prefiller.stats().transfers) == len(prompts)
+        num_transfers = sum(peer.num_transfers for peer in prefiller.stats().transfers)
+        assert num_transfers == len(prompts) * _TP[family][1], "one to every rank of the decoder"
         assert await together() == outputs, "a warm prefix cache changed tokens"
         (stats,) = (worker.stats() for worker in service.of_role("decoder"))
         assert stats.num_preemptions > 0
