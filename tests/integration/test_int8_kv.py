@@ -16,7 +16,8 @@ from tests.integration.service import Service
 
 pytestmark = pytest.mark.multiprocess
 
-_NUM_TOKENS = 24
+_NUM_TOKENS = 256
+_NUM_BLOCKS = 30  # all prompts fit, all outputs do not
 _PROMPTS = [[3 + (7 * i + n * i * i) % 290 for i in range(n)] for n in (1, 31, 33, 64, 200, 500)]
 
 
@@ -27,7 +28,7 @@ def expected(tiny_model: Path) -> list[list[int]]:
     engine = ColocatedEngine(
         load(tiny_model, ops),
         ops,
-        num_blocks=64,
+        num_blocks=96,
         block_size=32,
         scheduler_config=SchedulerConfig(max_model_len=1024),
         cache_dtype="int8",
@@ -50,7 +51,9 @@ async def _generate_all(service: Service) -> list[list[int]]:
     ("worker", "decoder"),
     [
         pytest.param({}, {"parallel": ParallelConfig(tp_size=2)}, id="resharded"),
-        pytest.param({"max_num_batched_tokens": 64}, {"num_blocks": 20}, id="chunks, small pool"),
+        pytest.param(
+            {"max_num_batched_tokens": 64}, {"num_blocks": _NUM_BLOCKS}, id="chunks, small pool"
+        ),
     ],
 )
 async def test_disaggregated_tokens_are_those_of_one_process(
