@@ -1,5 +1,6 @@
 // torch.ops.pdserve_cpu.*: checks tensors once, allocates outputs, calls the kernels on pointers.
 #include "graph.h"
+#include "huge_pages.h"
 #include "kernels.h"
 #include "recorded.h"
 #include "threads.h"
@@ -343,7 +344,8 @@ Tensor embedding(const Tensor& token_ids, const Tensor& weight) {
 Tensor pack_weight(const Tensor& weight) {
   check_float(weight, "weight", 2);
   const int64_t cols = pdserve::panel_cols(), panels = (weight.size(0) + cols - 1) / cols;
-  Tensor packed = at::empty({panels, weight.size(1), cols}, weight.options());
+  Tensor packed =
+      pdserve::empty_in_huge_pages({panels, weight.size(1), cols}, weight.options());
   pdserve::pack_weight(weight.const_data_ptr<float>(), weight.stride(0), weight.size(0),
                        weight.size(1), packed.mutable_data_ptr<float>());
   return packed;
