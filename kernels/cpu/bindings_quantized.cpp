@@ -1,5 +1,4 @@
 // The operators on quantised weights: checks their tensors and calls the kernels.
-#include "huge_pages.h"
 #include "kernels.h"
 #include "recorded.h"
 
@@ -47,9 +46,8 @@ Tensor pack_quantized(const Tensor& values, const Tensor& scale,
   check(values, "values", at::kChar, values.sizes());
   check(scale, "scale", at::kFloat, {shape.out_features, groups});
   if (offset) check(*offset, "offset", at::kFloat, {shape.out_features, groups});
-  Tensor packed = pdserve::empty_in_huge_pages(
-      {num_panels(shape), pdserve::quantized_panel_bytes(shape)},
-      values.options().dtype(at::kByte));
+  Tensor packed = at::empty({num_panels(shape), pdserve::quantized_panel_bytes(shape)},
+                            values.options().dtype(at::kByte));
   pdserve::pack_quantized(shape, values.const_data_ptr<int8_t>(), scale.const_data_ptr<float>(),
                           offset ? offset->const_data_ptr<float>() : nullptr,
                           packed.mutable_data_ptr<uint8_t>());
