@@ -22,6 +22,7 @@ from engine.worker.ranks import Launcher
 from engine.worker.server import ServerThread
 
 _STOP_TIMEOUT_S = 10.0
+_LOST_RANK_PATIENCE_S = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -142,6 +143,10 @@ class WorkerProcess:
             # NOTE: after an unexpected error nobody knows which blocks are whose. Exit: the streams
             # break, the proxies take their requests elsewhere, Ray starts a clean process.
             _log.exception("engine loop of %s failed: exiting", self._config.engine_id)
+            if self._config.parallel.world_size > 1:
+                # NOTE: collectives fail as soon as a rank dies; a moment later `_on_lost` is told
+                # which one, names it and exits.
+                time.sleep(_LOST_RANK_PATIENCE_S)
             self._exit()
 
     def _on_lost(self, reason: str) -> None:
