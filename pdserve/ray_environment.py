@@ -1,7 +1,7 @@
 """Environment that Ray reads in every one of its processes; it has no other way to be told."""
 
 _LEAN = {
-    # Spare processes for tasks, 200 MB each; the service has actors only.
+    # No processes are kept for tasks: the service has actors only.
     "RAY_prestart_worker_first_driver": "0",
     "RAY_num_workers_soft_limit": "0",
     # Nobody reads these here, and Ray wakes up to gather them.
