@@ -19,14 +19,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from engine.colocated import ColocatedEngine
 from engine.parallel_config import EplbConfig, MoEComm, ParallelConfig
-from engine.request import Request, SamplingParams
-from engine.scheduler import SchedulerConfig
-from kernels.ops import select_ops
 from protos import inference_pb2, inference_pb2_grpc
-from tests.engine.steps import load
 from tests.engine.tiny import tiny_hf
+from tests.integration.alone import greedy_alone
 from tests.integration.service import Service, wait_until
 
 pytestmark = pytest.mark.multiprocess
@@ -59,24 +55,6 @@ def experts(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_experts(tmp_path_factory.mktemp("tiny-experts"), tiny_model)
 
 
-def greedy_alone(
-    folder: Path, prompts: list[list[int]], num_tokens: int = _NUM_TOKENS
-) -> list[list[int]]:
-    """Greedy tokens of one process."""
-    ops = select_ops("auto")
-    engine = ColocatedEngine(
-        load(folder, ops),
-        ops,
-        num_blocks=128,
-        block_size=32,
-        scheduler_config=SchedulerConfig(max_model_len=1024),
-    )
-    sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
-    requests = [Request(f"{i}", 0, list(p), len(p), sampling) for i, p in enumerate(prompts)]
-    engine.generate(requests)
-    return [request.token_ids[request.num_prompt_tokens :] for request in requests]
-
-
 def _over(**sizes: Any) -> dict[str, ParallelConfig]:
     return {"parallel": ParallelConfig(**{f"{name}_size": n for name, n in sizes.items()})}
 
@@ -106,7 +84,7 @@ async def _generate_all(service: Service, prompts: list[list[int]]) -> list[list
 async def test_tokens_of_data_parallel_roles_that_differ_are_those_of_one_process(
     service: Service, experts: Path
 ) -> None:
-    expected = greedy_alone(experts, _PROMPTS)
+    expected = greedy_alone(experts, _PROMPTS, _NUM_TOKENS)
     (decoder,) = service.of_role("decoder")
     # Alone: the other data-parallel rank has dummy rows, in every step.
     assert (await _generate_all(service, _PROMPTS[3:4])) == expected[3:4]
@@ -153,7 +131,7 @@ async def test_prompt_logprobs_are_the_same_from_every_rank(service: Service) ->
 async def test_tokens_of_other_spreads_are_those_of_one_process(
     prefiller: dict[str, int], decoder: dict[str, int], moe_comm: MoEComm, experts: Path
 ) -> None:
-    expected = greedy_alone(experts, _PROMPTS)
+    expected = greedy_alone(experts, _PROMPTS, _NUM_TOKENS)
     roles = [
         {"parallel": replace(_over(**sizes)["parallel"], moe_comm=moe_comm)}
         for sizes in (prefiller, decoder)
@@ -170,7 +148,7 @@ async def test_tokens_of_other_spreads_are_those_of_one_process(
 async def test_tokens_are_the_same_while_experts_move_and_drafts_are_verified(
     experts: Path,
 ) -> None:
-    expected = greedy_alone(experts, _PROMPTS)
+    expected = greedy_alone(experts, _PROMPTS, _NUM_TOKENS)
     eplb = EplbConfig(mode="dynamic", interval_steps=8, num_redundant_experts=4)
     spread = replace(_over(dp=2, tp=2, ep=4)["parallel"], eplb=eplb, moe_exchange="gather")
     with Service(
@@ -304,7 +282,7 @@ async def test_no_rank_hangs_or_errs_whatever_comes_and_goes(
 def test_a_rank_that_stands_still_is_named_and_its_engine_starts_anew(
     experts: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    expected = greedy_alone(experts, _PROMPTS[:2])
+    expected = greedy_alone(experts, _PROMPTS[:2], _NUM_TOKENS)
     spread = {**_over(dp=2, tp=2, ep=4), "rank_timeout_s": 5.0}
     with Service(experts, decoder=spread) as service:
         (decoder,) = service.of_role("decoder")

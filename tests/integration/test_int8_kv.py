@@ -6,12 +6,8 @@ from typing import Any
 
 import pytest
 
-from engine.colocated import ColocatedEngine
 from engine.parallel_config import ParallelConfig
-from engine.request import Request, SamplingParams
-from engine.scheduler import SchedulerConfig
-from kernels.ops import select_ops
-from tests.engine.steps import load
+from tests.integration.alone import greedy_alone
 from tests.integration.service import Service
 
 pytestmark = pytest.mark.multiprocess
@@ -24,19 +20,7 @@ _PROMPTS = [[3 + (7 * i + n * i * i) % 290 for i in range(n)] for n in (1, 31, 3
 @pytest.fixture(scope="module")
 def expected(tiny_model: Path) -> list[list[int]]:
     """Greedy tokens of one process with an int8 cache."""
-    ops = select_ops("auto")
-    engine = ColocatedEngine(
-        load(tiny_model, ops),
-        ops,
-        num_blocks=96,
-        block_size=32,
-        scheduler_config=SchedulerConfig(max_model_len=1024),
-        cache_dtype="int8",
-    )
-    sampling = SamplingParams(max_tokens=_NUM_TOKENS, ignore_eos=True)
-    requests = [Request(f"{len(p)}", 0, list(p), len(p), sampling) for p in _PROMPTS]
-    engine.generate(requests)
-    return [request.token_ids[request.num_prompt_tokens :] for request in requests]
+    return greedy_alone(tiny_model, _PROMPTS, _NUM_TOKENS, cache_dtype="int8")
 
 
 def _generate(service: Service, prompt: list[int]) -> list[int]:

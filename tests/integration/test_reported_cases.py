@@ -17,12 +17,9 @@ import grpc
 import httpx
 import pytest
 
-from engine.colocated import ColocatedEngine
-from engine.request import Request, SamplingParams
-from engine.scheduler import SchedulerConfig
-from kernels.ops import select_ops
+from engine.request import SamplingParams
 from protos import worker_pb2
-from tests.engine.tiny import load
+from tests.integration.alone import tokens_alone
 from tests.integration.conftest import TINY_CONTEXT
 from tests.integration.relay import Refused, Relay
 from tests.integration.service import Service, Worker, wait_until
@@ -154,17 +151,8 @@ def test_workers_that_break_every_session_are_a_503_and_never_an_empty_200(
 
 
 def colocated_tokens(model_path: Path, prompt: list[int], sampling: SamplingParams) -> list[int]:
-    ops = select_ops("auto")
-    engine = ColocatedEngine(
-        load(model_path, ops),
-        ops,
-        num_blocks=64,
-        block_size=BLOCK_SIZE,
-        scheduler_config=SchedulerConfig(),
-    )
-    request = Request("r", 0, list(prompt), len(prompt), sampling)
-    engine.generate([request])
-    return request.token_ids[len(prompt) :]
+    (tokens,) = tokens_alone(model_path, [(prompt, sampling)])
+    return tokens
 
 
 def test_dependent_fields_hold_together_and_give_the_colocated_tokens(

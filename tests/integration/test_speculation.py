@@ -10,13 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from engine.colocated import ColocatedEngine
 from engine.parallel_config import ParallelConfig
-from engine.scheduler import SchedulerConfig
-from kernels.ops import select_ops
+from engine.request import SamplingParams
 from tests.engine.mtp import tiny_mtp
-from tests.engine.steps import load, make_request
 from tests.engine.tiny import hf_logits
+from tests.integration.alone import tokens_alone
 from tests.integration.service import Service
 
 pytestmark = pytest.mark.multiprocess
@@ -106,26 +104,19 @@ def _sampled_without_drafts(
     folder: Path, prompts: list[list[int]], temperature: float
 ) -> list[list[int]]:
     """By one process."""
-    ops = select_ops("auto")
-    engine = ColocatedEngine(
-        load(folder, ops),
-        ops,
-        num_blocks=64,
-        block_size=16,
-        scheduler_config=SchedulerConfig(max_model_len=512),
-    )
-    requests = [
-        make_request(
+    asked = [
+        (
             prompt,
-            temperature=temperature,
-            seed=len(prompt),
-            max_tokens=_NUM_TOKENS,
-            ignore_eos=True,
+            SamplingParams(
+                temperature=temperature,
+                seed=len(prompt),
+                max_tokens=_NUM_TOKENS,
+                ignore_eos=True,
+            ),
         )
         for prompt in prompts
     ]
-    engine.generate(requests)
-    return [request.token_ids[request.num_prompt_tokens :] for request in requests]
+    return tokens_alone(folder, asked)
 
 
 async def test_right_drafts_are_accepted_and_counted(tiny_model: Path, tmp_path: Path) -> None:
