@@ -17,6 +17,7 @@ from typing import Any, cast
 import grpc
 
 from protos import worker_pb2, worker_pb2_grpc
+from protos.step_message import step_message
 
 MODEL = "bench"
 TOKEN_ID, TOKEN_TEXT = 260, b" the"
@@ -144,7 +145,7 @@ class StepDecoder(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.ControllerServ
                 sequence.num_sent += 1
                 if is_last:
                     over.append(key)
-            message = worker_pb2.WorkerMessage(step=worker_pb2.StepOutput(outputs=outputs))
+            message = worker_pb2.WorkerMessage(step=step_message(outputs))
             now_s = time.monotonic()
             for sequence in self._running.values():
                 sequence.sent_s.append(now_s)

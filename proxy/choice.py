@@ -81,7 +81,7 @@ class ChoiceText:
     ) -> None:
         self._request = request
         self._tokenizer = tokenizer
-        self._index = index
+        self.index = index
         self._prompt_token_ids = prompt_token_ids
         self._skipped_ids = (
             tokenizer.special_ids if request.skip_special_tokens else frozenset[int]()
@@ -107,12 +107,6 @@ class ChoiceText:
 
     def push(self, event: TokenEvent) -> Delta:
         """Take the next event; tokens after a stop string are dropped and not counted."""
-        if self._is_plain and not self._is_first and event.finish_reason is None:
-            # NOTE: the same as below, for the case that most tokens of most requests are.
-            token_ids = event.token_ids
-            self._num_tokens += len(token_ids)
-            text = "".join(map(self._detokenizer.push, token_ids))
-            return Delta(index=self._index, token_ids=token_ids, text=text)
         text, token_ids = "", list[int]()
         logprobs: list[TextLogprob] = []
         if self._is_first and self._request.echo:
@@ -159,7 +153,7 @@ class ChoiceText:
             ):
                 finish_reason = FinishReason.TOOL_CALLS
         return Delta(
-            index=self._index,
+            index=self.index,
             text=text,
             reasoning=reasoning,
             tool_calls=calls,
@@ -170,6 +164,17 @@ class ChoiceText:
             stop_reason=stop_reason,
             num_cached_tokens=event.num_cached_tokens,
         )
+
+    def plain_text(self, token_ids: list[int]) -> str | None:
+        """Take tokens with nothing else to their event; their text.
+
+        None, and nothing is taken, where it may be more than the next of the text, or not yet that.
+        """
+        if not self._is_plain or self._is_first:
+            return None
+        self._num_tokens += len(token_ids)
+        push = self._detokenizer.push
+        return push(token_ids[0]) if len(token_ids) == 1 else "".join(map(push, token_ids))
 
     def _release_logprobs(self, released: list[TextLogprob], *, is_last: bool) -> None:
         """Move the entries whose text was sent; after a stop string the rest is dropped."""

@@ -54,6 +54,8 @@ class Detokenizer:
         self._token_bytes = token_bytes
         self._skipped_ids = skipped_ids
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._is_amid_char = False
+        """Whether the decoder has bytes of a character that is not complete."""
         self._matchers = [StopMatcher(text) for text in stop]
         self._include_stop = include_stop
         self._held = ""
@@ -69,7 +71,7 @@ class Detokenizer:
         if self.matched_stop is not None or token_id in self._skipped_ids:
             return ""
         known = token_id < len(self._token_bytes)
-        text = self._decoder.decode(self._token_bytes[token_id] if known else b"")
+        text = self._decode(self._token_bytes[token_id] if known else b"")
         if may_stop and self._matchers:
             return self._match(text)
         self.num_chars += len(text)
@@ -83,6 +85,17 @@ class Detokenizer:
         text = self._match(self._decoder.decode(b"", final=True)) + self._held
         self.num_sent += len(self._held)
         self._held = ""
+        return text
+
+    def _decode(self, data: bytes) -> str:
+        # NOTE: most tokens are whole characters, and need no decoder, which takes longer.
+        if not self._is_amid_char:
+            try:
+                return data.decode()
+            except UnicodeDecodeError:
+                pass
+        text = self._decoder.decode(data)
+        self._is_amid_char = bool(self._decoder.getstate()[0])
         return text
 
     def _match(self, text: str) -> str:

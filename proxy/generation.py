@@ -39,6 +39,9 @@ class DeltaSink(Protocol):
     def push(self, delta: Delta) -> bool:
         """Take a delta, at once; False: `ready` has to be awaited before this choice's next one."""
 
+    def push_text(self, index: int, text: str, token_ids: list[int]) -> bool:
+        """The same as `push` of a choice's delta that has nothing else."""
+
     async def ready(self) -> None:
         """Wait until another delta may be pushed."""
 
@@ -162,6 +165,18 @@ class _ChoiceSink:
         delta = self._text.push(event)
         self._outlet.total.num_output_tokens += len(delta.token_ids)
         return self._outlet.sink.push(delta) and not self._text.is_finished
+
+    def push_tokens(self, token_ids: list[int]) -> bool:
+        """Take tokens that have nothing else."""
+        text = self._text.plain_text(token_ids)
+        if text is None:
+            return self.push(TokenEvent(token_ids))
+        now_s = self._now_s()
+        self._metrics.itl.observe(now_s - self._last_s)
+        self._last_s = now_s
+        self._num_tokens += len(token_ids)
+        self._outlet.total.num_output_tokens += len(token_ids)
+        return self._outlet.sink.push_text(self._text.index, text, token_ids)
 
     async def ready(self) -> None:
         """Wait until another event may be pushed."""

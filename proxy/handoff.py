@@ -24,7 +24,7 @@ from proxy.metrics import ProxyMetrics
 from proxy.placement import Placement
 from proxy.request import Phase, Progress, SequenceRequest, TokenEvent
 from proxy.router import Router
-from proxy.session import Call, CallInbox, CallMessage, SessionLost
+from proxy.session import Call, CallInbox, CallMessage, PlainToken, SessionLost
 from proxy.workers import WorkerPool
 
 # More would make events, and what is buffered for a client that stops reading, large.
@@ -161,7 +161,10 @@ class Handoff:
         journey.progress.phase = Phase.DECODE
 
         def take(messages: deque[tuple[Call, CallMessage]]) -> bool:
-            event = _joined(journey, decode, messages)
+            token_ids = _plain(journey, decode, messages)
+            if token_ids and not messages:
+                return journey.sink.push_tokens(token_ids)
+            event = _joined(journey, decode, messages, token_ids)
             return event is not None and journey.sink.push(event)
 
         is_open = await journey.emit(first)
@@ -196,7 +199,8 @@ class Handoff:
         except TimeoutError:
             raise _timed_out(journey, waiting_for) from None
         _check(journey, *entry)
-        return entry
+        call, message = entry
+        return call, _output(message) if isinstance(message, tuple) else message
 
 
 def _check(journey: Journey, call: Call, message: CallMessage) -> None:
@@ -215,16 +219,45 @@ def _timed_out(journey: Journey, waiting_for: str) -> Exception:
 
 
 def _is_token(entry: tuple[Call, CallMessage], decode: Call) -> bool:
-    return entry[0] is decode and isinstance(entry[1], worker_pb2.TokenOutput)
+    return entry[0] is decode and isinstance(entry[1], tuple | worker_pb2.TokenOutput)
+
+
+def _output(token: PlainToken) -> worker_pb2.TokenOutput:
+    """A token as it comes where there is more to say of it."""
+    return worker_pb2.TokenOutput(output_index=token[0], token_ids=token[1:])
+
+
+def _plain(journey: Journey, decode: Call, messages: deque[tuple[Call, CallMessage]]) -> list[int]:
+    """Take the plain tokens that are next, and count them as emitted; most often they are all."""
+    emitted = journey.emitted
+    num_emitted = len(emitted)
+    token_ids: list[int] = []
+    while messages and len(token_ids) < _MAX_JOINED_TOKENS:
+        call, message = messages[0]
+        if call is not decode or not isinstance(message, tuple) or message[0] != num_emitted:
+            break
+        messages.popleft()
+        token_ids.append(message[1])
+        num_emitted += 1
+    emitted += token_ids
+    return token_ids
 
 
 def _joined(
-    journey: Journey, decode: Call, messages: deque[tuple[Call, CallMessage]]
+    journey: Journey,
+    decode: Call,
+    messages: deque[tuple[Call, CallMessage]],
+    token_ids: list[int],
 ) -> TokenEvent | None:
-    """Take what the decoder sent, as one event; None: something else has to be looked at first."""
-    event: TokenEvent | None = None
+    """What the decoder sent after the plain `token_ids`, with them, as one event.
+
+    None: something else has to be looked at first.
+    """
+    event = TokenEvent(token_ids) if token_ids else None
     while messages:
         call, message = messages[0]
+        if isinstance(message, tuple):
+            message = _output(message)
         if call is not decode or not isinstance(message, worker_pb2.TokenOutput):
             break
         if event is not None and not journey.follows(message):

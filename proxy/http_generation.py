@@ -70,6 +70,7 @@ class EventStream:
         self._opened: set[int] = set()
         self._pending: list[bytes] = []
         self._sending = asyncio.Lock()
+        self._is_plain = not (continuous_usage or request.shows_token_ids)
         self._plain: dict[int, tuple[bytes, bytes]] = {}
         """By choice: what stands before and after the text of an event with nothing else."""
         self.has_started = False
@@ -81,8 +82,17 @@ class EventStream:
         """Send a delta, or keep it for `ready` and return False."""
         self._usage.add(delta, self._request)
         events = self._events(delta)
-        if not events:
-            return True
+        return self._write(events) if events else True
+
+    def push_text(self, index: int, text: str, token_ids: list[int]) -> bool:
+        """Send text, or keep it for `ready` and return False."""
+        plain = self._plain.get(index)
+        if plain is None:
+            return self.push(Delta(index=index, text=text, token_ids=token_ids))
+        self._usage.completion_tokens += len(token_ids)
+        return self._write(plain[0] + orjson.dumps(text) + plain[1]) if text else True
+
+    def _write(self, events: bytes) -> bool:
         is_free = self.has_started and not self._pending and not self._sending.locked()
         if is_free and self._writer is not None and self._writer.write(events):
             return True
@@ -131,7 +141,7 @@ class EventStream:
             return events + plain[0] + orjson.dumps(delta.text) + plain[1]
         if delta.is_visible or self._request.shows_token_ids:
             events += self._event(self._format.chunk(delta))
-            if not (self._continuous_usage or self._request.shows_token_ids or plain):
+            if self._is_plain and plain is None:
                 self._plain[delta.index] = self._template(delta.index)
         return events
 

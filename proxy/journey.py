@@ -45,6 +45,9 @@ class TokenSink(Protocol):
         False: it is finished, or `ready` has to be awaited.
         """
 
+    def push_tokens(self, token_ids: list[int]) -> bool:
+        """The same as `push` of an event that has nothing else."""
+
     async def ready(self) -> None:
         """Wait until another event may be pushed."""
 

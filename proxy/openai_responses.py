@@ -69,6 +69,10 @@ class Gathering:
         self.usage.add(delta, self._request)
         return True
 
+    def push_text(self, index: int, text: str, token_ids: list[int]) -> bool:
+        """Add text to a choice."""
+        return self.push(Delta(index=index, text=text, token_ids=token_ids))
+
     async def ready(self) -> None:
         """Return at once: there is always room."""
 

@@ -306,6 +306,10 @@ class _ChunkStream:
         self._pending.append(self._chunk([choice], usage))
         return False
 
+    def push_text(self, index: int, text: str, token_ids: list[int]) -> bool:
+        """Keep text for `ready`."""
+        return self.push(Delta(index=index, text=text, token_ids=token_ids))
+
     async def ready(self) -> None:
         """Send what was kept."""
         async with self._sending:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import json
 import logging
 import os
@@ -15,6 +14,7 @@ import uvicorn
 
 from proxy.app import create_app
 from proxy.config import ProxyConfig
+from proxy.garbage import collect_at_leisure, freeze_started
 from proxy.http_protocol import BoundedHttpProtocol
 from proxy.rpc import RpcServer
 from proxy.service import Service
@@ -75,6 +75,8 @@ class ProxyServer:
         http = asyncio.create_task(self._http.serve(sockets=[self._socket]))
         stopping = asyncio.create_task(self._stopping.wait())
         keys = asyncio.create_task(self.service.accounts.follow())
+        admission = self.service.admission
+        garbage = asyncio.create_task(collect_at_leisure(lambda: admission.num_admitted))
         try:
             while not self._http.started and not http.done():
                 await asyncio.sleep(0.005)
@@ -85,9 +87,9 @@ class ProxyServer:
             if pool.done():
                 pool.result()
         finally:
-            for task in (stopping, pool, keys):
+            for task in (stopping, pool, keys, garbage):
                 task.cancel()
-            await asyncio.gather(pool, stopping, keys, return_exceptions=True)
+            await asyncio.gather(pool, stopping, keys, garbage, return_exceptions=True)
 
     def write_ports(self, path: Path) -> None:
         """Publish the bound ports, atomically."""
@@ -103,9 +105,7 @@ async def serve(config: ProxyConfig, tokenizer: Tokenizer, ports_file: Path | No
     Raises: OSError: a port is taken; names it.
     """
     server = ProxyServer(config, tokenizer)
-    # What exists now stays: a full collection would stop all streams while it looks at it.
-    gc.collect()
-    gc.freeze()
+    freeze_started()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stop)

@@ -76,9 +76,13 @@ class SessionLost:
     reason: str
 
 
+PlainToken: TypeAlias = tuple[int, int]
+"""(output_index, token_id) of a token with nothing else to say."""
+
 CallMessage = (
     worker_pb2.Reserved
     | worker_pb2.TokenOutput
+    | PlainToken
     | worker_pb2.Failed
     | worker_pb2.Released
     | SessionLost
@@ -333,15 +337,10 @@ class WorkerSession:
     def _dispatch(self, message: worker_pb2.WorkerMessage) -> None:
         kind = message.WhichOneof("message")
         if kind == "step":
-            calls = self._calls
+            self._deal_out(message.step.plain)
             for output in message.step.outputs:
-                key = output.key
-                call = calls.get((key.request_id, key.attempt))
                 is_over = output.finish_reason != worker_pb2.FINISH_NONE
-                if call is not None and call.state is CallState.OPEN and not is_over:
-                    call.inbox.put((call, output))
-                else:
-                    self._deliver(output, is_over=is_over)
+                self._deliver(output, is_over=is_over)
         elif kind == "reserved":
             self._deliver(message.reserved, is_over=False)
         elif kind == "failed":
@@ -356,6 +355,18 @@ class WorkerSession:
             self._reconcile()
         elif kind == "kv_events":
             self._kv.apply(message.kv_events)
+
+    def _deal_out(self, tokens: worker_pb2.PlainTokens) -> None:
+        calls, is_open = self._calls, CallState.OPEN
+        # NOTE: a slice is a list at once; to iterate over the field itself costs a call per entry.
+        keys = zip(tokens.request_id[:], tokens.attempt[:], strict=True)
+        entries = zip(tokens.output_index[:], tokens.token_id[:], strict=True)
+        for key, token in zip(keys, entries, strict=True):
+            call = calls.get(key)
+            if call is not None and call.state is is_open:
+                call.inbox.put((call, token))
+            elif call is None or call.state is CallState.CLOSED:
+                self.counters.num_stale_messages += 1
 
     def _deliver(
         self,

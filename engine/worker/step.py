@@ -15,6 +15,7 @@ from engine.worker.counters import LoopCounters
 from engine.worker.lockstep import StepModel
 from kernels.ops import Ops
 from protos import worker_pb2
+from protos.step_message import step_message
 
 Emitted = tuple[Request, worker_pb2.TokenOutput]
 
@@ -141,6 +142,6 @@ def group_by_session(
         if session_id is not None:
             groups[session_id].append(message)
     return [
-        (session_id, worker_pb2.WorkerMessage(step=worker_pb2.StepOutput(outputs=outputs)))
+        (session_id, worker_pb2.WorkerMessage(step=step_message(outputs)))
         for session_id, outputs in groups.items()
     ]

@@ -11,6 +11,7 @@ import xxhash
 
 from protos import worker_pb2, worker_pb2_grpc
 from protos.block_hash import hash_blocks
+from protos.step_message import step_message
 
 TOKEN = "test-cluster-token"
 BLOCK_SIZE = 32
@@ -385,7 +386,7 @@ def _proto(key: Key) -> worker_pb2.RequestKey:
 
 
 def _send(out: "asyncio.Queue[worker_pb2.WorkerMessage]", output: worker_pb2.TokenOutput) -> None:
-    out.put_nowait(worker_pb2.WorkerMessage(step=worker_pb2.StepOutput(outputs=[output])))
+    out.put_nowait(worker_pb2.WorkerMessage(step=step_message([output])))
 
 
 class FakeController(worker_pb2_grpc.ControllerServicer):
