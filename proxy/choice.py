@@ -71,6 +71,23 @@ class Delta:
 class ChoiceText:
     """Builds the deltas of one choice, and knows when a stop string ended it."""
 
+    __slots__ = (
+        "_detokenizer",
+        "_has_logprobs",
+        "_held_logprobs",
+        "_is_first",
+        "_is_plain",
+        "_num_tokens",
+        "_offset",
+        "_parser",
+        "_prompt_token_ids",
+        "_request",
+        "_skipped_ids",
+        "_tokenizer",
+        "index",
+        "is_finished",
+    )
+
     def __init__(
         self,
         request: GenerationRequest,
@@ -172,7 +189,6 @@ class ChoiceText:
         """
         if not self._is_plain or self._is_first:
             return None
-        self._num_tokens += len(token_ids)
         push = self._detokenizer.push
         return push(token_ids[0]) if len(token_ids) == 1 else "".join(map(push, token_ids))
 

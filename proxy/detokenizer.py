@@ -43,6 +43,19 @@ class Detokenizer:
     `num_chars` counts all text so far, held back or not; `num_sent` what was returned.
     """
 
+    __slots__ = (
+        "_decoder",
+        "_held",
+        "_include_stop",
+        "_is_amid_char",
+        "_matchers",
+        "_num_unsent",
+        "_skipped_ids",
+        "_token_bytes",
+        "matched_stop",
+        "num_chars",
+    )
+
     def __init__(
         self,
         token_bytes: Sequence[bytes],
@@ -56,12 +69,18 @@ class Detokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._is_amid_char = False
         """Whether the decoder has bytes of a character that is not complete."""
-        self._matchers = [StopMatcher(text) for text in stop]
+        self._matchers = tuple(StopMatcher(text) for text in stop)
         self._include_stop = include_stop
         self._held = ""
         self.num_chars = 0
-        self.num_sent = 0
+        self._num_unsent = 0
+        """Characters held back, or after the stop string."""
         self.matched_stop: str | None = None
+
+    @property
+    def num_sent(self) -> int:
+        """Characters returned so far."""
+        return self.num_chars - self._num_unsent
 
     def push(self, token_id: int, *, may_stop: bool = True) -> str:
         """Take a token; return the text that became safe. Ignored once a stop string matched.
@@ -75,7 +94,6 @@ class Detokenizer:
         if may_stop and self._matchers:
             return self._match(text)
         self.num_chars += len(text)
-        self.num_sent += len(text)
         return text
 
     def finish(self) -> str:
@@ -83,8 +101,8 @@ class Detokenizer:
         if self.matched_stop is not None:
             return ""
         text = self._match(self._decoder.decode(b"", final=True)) + self._held
-        self.num_sent += len(self._held)
-        self._held = ""
+        if self.matched_stop is None:
+            self._held, self._num_unsent = "", 0
         return text
 
     def _decode(self, data: bytes) -> str:
@@ -106,12 +124,9 @@ class Detokenizer:
             if ended:
                 self.matched_stop = max(ended, key=len)
                 keep = end if self._include_stop else end - len(self.matched_stop)
-                return self._release(held[:keep], "")
+                self._held, self._num_unsent = "", len(held) - keep
+                return held[:keep]
         num_held = max((matcher.num_matched for matcher in self._matchers), default=0)
         cut = len(held) - num_held
-        return self._release(held[:cut], held[cut:])
-
-    def _release(self, text: str, held: str) -> str:
-        self._held = held
-        self.num_sent += len(text)
-        return text
+        self._held, self._num_unsent = held[cut:], num_held
+        return held[:cut]

@@ -14,8 +14,6 @@ from collections.abc import Callable
 _NUM_NEW_OBJECTS = 20_000
 _NUM_YOUNG_ROUNDS = 20
 _NEVER = 1 << 30
-_LOOK_EVERY_S = 5.0
-_MAX_WAIT_S = 60.0
 
 
 def freeze_started() -> None:
@@ -25,17 +23,19 @@ def freeze_started() -> None:
     gc.set_threshold(_NUM_NEW_OBJECTS, _NUM_YOUNG_ROUNDS, _NEVER)
 
 
-async def collect_at_leisure(num_running: Callable[[], int]) -> None:
-    """Look at all objects when the last request ended, or once a minute; for ever.
+async def collect_at_leisure(
+    num_running: Callable[[], int], *, every_s: float = 5.0, max_wait_s: float = 60.0
+) -> None:
+    """Look at all objects when the last request ended, or after `max_wait_s`; for ever.
 
     num_running: requests that would have to wait.
     """
     now_s = asyncio.get_running_loop().time
     was_busy, collected_s = False, now_s()
     while True:
-        await asyncio.sleep(_LOOK_EVERY_S)
+        await asyncio.sleep(every_s)
         is_busy = num_running() > 0
-        if (was_busy and not is_busy) or now_s() - collected_s >= _MAX_WAIT_S:
+        if (was_busy and not is_busy) or now_s() - collected_s >= max_wait_s:
             gc.collect()
             collected_s = now_s()
         was_busy = is_busy

@@ -36,6 +36,10 @@ class Usage:
 class DeltaSink(Protocol):
     """Takes what the choices of a request gain, each choice's deltas in order."""
 
+    @property
+    def usage(self) -> Usage:
+        """Of what was pushed so far."""
+
     def push(self, delta: Delta) -> bool:
         """Take a delta, at once; False: `ready` has to be awaited before this choice's next one."""
 
@@ -69,7 +73,7 @@ class Generator:
         """
         if request.num_sequences == 1:
             await self._choice(
-                request, 0, _Outlet(progress, progress, sink, asyncio.Event()), deadline_s, seed
+                request, 0, _Outlet(progress, sink, asyncio.Event()), deadline_s, seed
             )
             return
         tasks = []
@@ -78,7 +82,7 @@ class Generator:
             for index in range(first, first + request.n):
                 # Only the first choice reports its phase: one label per disconnect.
                 seen = progress if index == 0 else Progress()
-                outlet = _Outlet(seen, progress, sink, started, is_first=index == first)
+                outlet = _Outlet(seen, sink, started, is_first=index == first)
                 choice = self._choice(request, index, outlet, deadline_s, seed)
                 tasks.append(asyncio.create_task(choice))
         try:
@@ -126,8 +130,6 @@ class _Outlet:
 
     progress: Progress
     """Its own."""
-    total: Progress
-    """Of the request."""
     sink: DeltaSink
     started: asyncio.Event
     """Set by the first choice of the prompt; the others wait for it."""
@@ -137,9 +139,22 @@ class _Outlet:
 class _ChoiceSink:
     """Tokens of one choice in, deltas out, and the times between them."""
 
+    __slots__ = (
+        "_first_s",
+        "_last_s",
+        "_metrics",
+        "_now_s",
+        "_num_tokens",
+        "_sink",
+        "_started",
+        "_started_s",
+        "_text",
+    )
+
     def __init__(self, text: ChoiceText, outlet: _Outlet, metrics: ProxyMetrics) -> None:
         self._text = text
-        self._outlet = outlet
+        self._sink = outlet.sink
+        self._started = outlet.started
         self._metrics = metrics
         self._now_s = asyncio.get_running_loop().time
         self._last_s = self._started_s = self._now_s()
@@ -159,12 +174,11 @@ class _ChoiceSink:
         else:
             self._metrics.ttft.observe(now_s - self._started_s)
             self._first_s = now_s
-            self._outlet.started.set()
+            self._started.set()
         self._last_s = now_s
         self._num_tokens += len(event.token_ids)
         delta = self._text.push(event)
-        self._outlet.total.num_output_tokens += len(delta.token_ids)
-        return self._outlet.sink.push(delta) and not self._text.is_finished
+        return self._sink.push(delta) and not self._text.is_finished
 
     def push_tokens(self, token_ids: list[int]) -> bool:
         """Take tokens that have nothing else."""
@@ -175,12 +189,11 @@ class _ChoiceSink:
         self._metrics.itl.observe(now_s - self._last_s)
         self._last_s = now_s
         self._num_tokens += len(token_ids)
-        self._outlet.total.num_output_tokens += len(token_ids)
-        return self._outlet.sink.push_text(self._text.index, text, token_ids)
+        return self._sink.push_text(self._text.index, text, token_ids)
 
     async def ready(self) -> None:
         """Wait until another event may be pushed."""
-        await self._outlet.sink.ready()
+        await self._sink.ready()
 
     def end(self) -> None:
         """Count the finished choice."""

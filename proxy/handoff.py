@@ -14,6 +14,7 @@ unchanged. Leaving an attempt, for whatever reason, cancels what its workers sti
 import asyncio
 from collections import deque
 from contextlib import closing
+from functools import partial
 
 from protos import worker_pb2
 from proxy.config import ProxyConfig
@@ -160,13 +161,7 @@ class Handoff:
         """Emit the decoder's tokens, from the first one that came, to the end."""
         journey.progress.phase = Phase.DECODE
 
-        def take(messages: deque[tuple[Call, CallMessage]]) -> bool:
-            token_ids = _plain(journey, decode, messages)
-            if token_ids and not messages:
-                return journey.sink.push_tokens(token_ids)
-            event = _joined(journey, decode, messages, token_ids)
-            return event is not None and journey.sink.push(event)
-
+        take = partial(_take, journey, decode)
         is_open = await journey.emit(first)
         while is_open:
             try:
@@ -225,6 +220,15 @@ def _is_token(entry: tuple[Call, CallMessage], decode: Call) -> bool:
 def _output(token: PlainToken) -> worker_pb2.TokenOutput:
     """A token as it comes where there is more to say of it."""
     return worker_pb2.TokenOutput(output_index=token[0], token_ids=token[1:])
+
+
+def _take(journey: Journey, decode: Call, messages: deque[tuple[Call, CallMessage]]) -> bool:
+    """Push what the decoder sent; False: something else has to be looked at first, or awaited."""
+    token_ids = _plain(journey, decode, messages)
+    if token_ids and not messages:
+        return journey.sink.push_tokens(token_ids)
+    event = _joined(journey, decode, messages, token_ids)
+    return event is not None and journey.sink.push(event)
 
 
 def _plain(journey: Journey, decode: Call, messages: deque[tuple[Call, CallMessage]]) -> list[int]:

@@ -50,6 +50,26 @@ class EventStream:
     that reads too slowly, wait for `ready`.
     """
 
+    # NOTE: with a thousand streams, what a token touches is no longer in the caches of a core, and
+    # to fetch it takes longer than to compute with it. Slots here and along the way keep it small.
+    __slots__ = (
+        "_continuous_usage",
+        "_format",
+        "_include_usage",
+        "_is_direct",
+        "_is_plain",
+        "_opened",
+        "_pending",
+        "_plain",
+        "_request",
+        "_send",
+        "_sending",
+        "_writer",
+        "has_started",
+        "usage",
+        "writes",
+    )
+
     def __init__(
         self,
         request: GenerationRequest,
@@ -66,10 +86,12 @@ class EventStream:
         self._writer = writer
         self._include_usage = include_usage
         self._continuous_usage = continuous_usage
-        self._usage = Usage(prompt_tokens=request.num_prompt_tokens)
+        self.usage = Usage(prompt_tokens=request.num_prompt_tokens)
         self._opened: set[int] = set()
         self._pending: list[bytes] = []
         self._sending = asyncio.Lock()
+        self._is_direct = False
+        """Whether events may go straight to the connection: none that would be before is kept."""
         self._is_plain = not (continuous_usage or request.shows_token_ids)
         self._plain: dict[int, tuple[bytes, bytes]] = {}
         """By choice: what stands before and after the text of an event with nothing else."""
@@ -80,7 +102,7 @@ class EventStream:
 
     def push(self, delta: Delta) -> bool:
         """Send a delta, or keep it for `ready` and return False."""
-        self._usage.add(delta, self._request)
+        self.usage.add(delta, self._request)
         events = self._events(delta)
         return self._write(events) if events else True
 
@@ -89,13 +111,13 @@ class EventStream:
         plain = self._plain.get(index)
         if plain is None:
             return self.push(Delta(index=index, text=text, token_ids=token_ids))
-        self._usage.completion_tokens += len(token_ids)
+        self.usage.completion_tokens += len(token_ids)
         return self._write(plain[0] + orjson.dumps(text) + plain[1]) if text else True
 
     def _write(self, events: bytes) -> bool:
-        is_free = self.has_started and not self._pending and not self._sending.locked()
-        if is_free and self._writer is not None and self._writer.write(events):
+        if self._is_direct and self._writer is not None and self._writer.write(events):
             return True
+        self._is_direct = False
         self._pending.append(events)
         return False
 
@@ -115,6 +137,8 @@ class EventStream:
             await self._send(body)
             if self.writes is not None:
                 self.writes.began_s = None
+            can_write = self._writer is not None and self._writer.is_usable
+            self._is_direct = can_write and not self._pending
 
     def take_pending(self) -> bytes:
         """What was kept and not sent."""
@@ -126,7 +150,7 @@ class EventStream:
         """What follows the last delta."""
         if not self._include_usage:
             return _DONE
-        chunk = {**self._format.last_chunk(), "usage": usage_body(self._usage)}
+        chunk = {**self._format.last_chunk(), "usage": usage_body(self.usage)}
         return b"data: " + orjson.dumps(chunk) + b"\n\n" + _DONE
 
     def _events(self, delta: Delta) -> bytes:
@@ -152,7 +176,7 @@ class EventStream:
 
     def _event(self, chunk: dict[str, Any]) -> bytes:
         if self._continuous_usage:
-            chunk["usage"] = usage_body(self._usage)
+            chunk["usage"] = usage_body(self.usage)
         elif self._include_usage:
             chunk["usage"] = None
         return b"data: " + orjson.dumps(chunk) + b"\n\n"

@@ -3,6 +3,7 @@
 import asyncio
 import re
 from collections.abc import MutableMapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import orjson
@@ -31,24 +32,39 @@ CHUNK_WRITER = "pdserve.chunk_writer"
 """Extension of the ASGI scope: the ChunkWriter of the request's response."""
 
 
+@dataclass(slots=True)
+class WriteGate:
+    """Whether a connection takes more: not while its client reads slower than we write."""
+
+    is_open: bool = True
+
+
 class ChunkWriter:
     """Writes pieces of a body that has begun, without a coroutine for each of them."""
 
-    def __init__(self, cycle: RequestResponseCycle) -> None:
+    __slots__ = ("_cycle", "_gate", "_transport")
+
+    def __init__(self, cycle: RequestResponseCycle, gate: WriteGate) -> None:
         self._cycle = cycle
+        self._gate = gate
+        self._transport = cycle.transport
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the response has begun, has not ended, and has no other form."""
+        cycle = self._cycle
+        return bool(
+            cycle.response_started and cycle.chunked_encoding and not cycle.response_complete
+        )
 
     def write(self, data: bytes) -> bool:
-        """Write a piece; False, and nothing is written, if it has to go by the ASGI way.
+        """Write a piece while usable; False, and nothing is written: it has to go by the ASGI way.
 
-        So it is before the start and after the end of the response, and while the client reads
-        slower than we write.
+        So it is while the client reads slower than we write, and when it is gone.
         """
-        cycle = self._cycle
-        if cycle.flow.write_paused or cycle.disconnected or not cycle.chunked_encoding:
+        if not self._gate.is_open:
             return False
-        if not cycle.response_started or cycle.response_complete:
-            return False
-        cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return True
 
 
@@ -84,13 +100,25 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Start waiting for a request."""
+        self._gate = WriteGate()
         super().connection_made(transport)  # type: ignore[arg-type]
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop waiting."""
+        self._gate.is_open = False
         self._stop_waiting()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """Note that the client reads too slowly."""
+        self._gate.is_open = False
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        """Note that the client has caught up."""
+        self._gate.is_open = True
+        super().resume_writing()
 
     def on_headers_complete(self) -> None:
         """The head is there; the body has a deadline elsewhere."""
@@ -99,7 +127,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if self.cycle is not None:
             scope = cast(MutableMapping[str, Any], self.cycle.scope)
-            scope["extensions"] = {CHUNK_WRITER: ChunkWriter(self.cycle)}
+            scope["extensions"] = {CHUNK_WRITER: ChunkWriter(self.cycle, self._gate)}
 
     def _expect_head(self) -> None:
         if self._head_timer is None:

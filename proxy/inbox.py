@@ -58,6 +58,19 @@ class Inbox(Generic[MessageT]):
     Bounded by the attempt itself: a worker sends at most max_tokens outputs.
     """
 
+    __slots__ = (
+        "_deadline_s",
+        "_is_queued",
+        "_last_s",
+        "_messages",
+        "_take",
+        "_timeout_s",
+        "_timer",
+        "_timer_s",
+        "_turns",
+        "_waiter",
+    )
+
     def __init__(self, turns: TurnQueue) -> None:
         self._turns = turns
         self._messages: deque[MessageT] = deque()

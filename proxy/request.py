@@ -127,8 +127,6 @@ class Progress:
     """How far a request is, written by the request path and read by its edge."""
 
     phase: Phase = Phase.QUEUED
-    num_output_tokens: int = 0
-    """Over all choices."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -291,7 +291,7 @@ class _ChunkStream:
         self._context = context
         self._writes = writes
         self._continuous_usage = continuous_usage
-        self._usage = Usage(prompt_tokens=request.num_prompt_tokens)
+        self.usage = Usage(prompt_tokens=request.num_prompt_tokens)
         self._created = int(time.time())
         self._opened: set[int] = set()
         self._pending: deque[bytes] = deque()
@@ -299,10 +299,10 @@ class _ChunkStream:
 
     def push(self, delta: Delta) -> bool:
         """Keep a delta for `ready`."""
-        self._usage.add(delta, self._request)
+        self.usage.add(delta, self._request)
         choice = choice_delta(self._request, delta, is_first=delta.index not in self._opened)
         self._opened.add(delta.index)
-        usage = usage_message(self._usage) if self._continuous_usage else None
+        usage = usage_message(self.usage) if self._continuous_usage else None
         self._pending.append(self._chunk([choice], usage))
         return False
 
@@ -320,7 +320,7 @@ class _ChunkStream:
 
     async def end(self) -> None:
         """Send the rest, and the usage."""
-        self._pending.append(self._chunk([], usage_message(self._usage)))
+        self._pending.append(self._chunk([], usage_message(self.usage)))
         await self.ready()
 
     def _chunk(

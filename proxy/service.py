@@ -83,7 +83,7 @@ class Service:
                     seed=seed,
                 )
             finally:
-                account.charge(progress.num_output_tokens)
+                account.charge(sink.usage.completion_tokens)
         self.metrics.e2e.observe(loop.time() - arrival_s)
 
     def count(self, api: str, progress: Progress, error: BaseException | None) -> None:
