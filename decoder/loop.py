@@ -46,8 +46,8 @@ class DecodeLoop:
         self._intake = intake
         self._replies = intake.replies
         self._inbox = inbox
-        self._tiers = engine.tiers
-        self._tiers.start(engine.pools[0].blocks, inbox.put)
+        for pool in engine.pools:
+            pool.tiers.start(pool.blocks, inbox.put)
         self._stopping = False
         self._progressed = False
 
@@ -67,7 +67,6 @@ class DecodeLoop:
         for pool in self._pools:
             for key, _ in self._intake.overdue(pool.entries):
                 pool.end(key)
-        self._pools[0].prefill_fetched(self._tiers.overdue())
         scheduled = [pool.schedule() for pool in self._pools]
         self._progressed = any(scheduled)
         if self._progressed:
@@ -91,8 +90,7 @@ class DecodeLoop:
                 if (pool := self._find(key)) is not None:
                     pool.on_receive_event(event)
             case TierEvent():
-                # With tiers there is one pool.
-                self._pools[0].prefill_fetched(self._tiers.on_tier_event(event))
+                self._pools[event.dp_rank].take_fetched(event)
             case SessionClosed(session_id):
                 for key in self._intake.of_session(session_id):
                     self._end(key)

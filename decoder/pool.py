@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from engine.prefix_tiers import TierEvent
 from engine.request import Request, RequestKey, RequestState
 from engine.scheduler import QueueFull, ScheduledRequest
 from engine.worker.assembly import Engine, Pool
@@ -54,7 +55,7 @@ class DecodePool:
         """rank_addresses: where the ranks of `receiver` listen, by tp_rank."""
         self._hello = engine.hello
         self._steps = engine.steps
-        self._tiers = engine.tiers
+        self._tiers = pool.tiers
         self._counters = engine.counters
         self._scheduler = pool.scheduler
         self._blocks = pool.blocks
@@ -103,6 +104,7 @@ class DecodePool:
 
     def schedule(self) -> list[ScheduledRequest]:
         """What the next step computes; blocks that are free go to reservations first."""
+        self._prefill_fetched(self._tiers.overdue())
         self._admit_pending()
         self._replies.flush()
         return self._scheduler.schedule().scheduled
@@ -135,16 +137,9 @@ class DecodePool:
         if not self._tiers.lookup(entry.request):
             self._compute(entry.request)
 
-    def prefill_fetched(self, keys: Sequence[RequestKey]) -> None:
-        """Local prefills that waited for the tiers start, from what was found."""
-        for key in keys:
-            request = self._entries[key].request
-            # NOTE: in one go, so that nobody else gets the blocks that go back: it still fits.
-            self._blocks.free(request)
-            request.num_cached_tokens = self._blocks.attach_prefix(request, resumed=True)
-            allocated = self._blocks.allocate(request, request.num_tokens)
-            assert allocated, f"{key} held blocks for all its tokens"
-            self._compute(request)
+    def take_fetched(self, event: TierEvent) -> None:
+        """The tiers have done something for this pool."""
+        self._prefill_fetched(self._tiers.on_tier_event(event))
 
     def on_receive_event(self, event: ReceiveEvent) -> None:
         """Something about the KV of a request of this pool."""
@@ -184,6 +179,17 @@ class DecodePool:
     def transfers(self) -> list[worker_pb2.TransferPeerStats]:
         """Of the leader's own rank."""
         return self._receiver.stats()
+
+    def _prefill_fetched(self, keys: Sequence[RequestKey]) -> None:
+        """Local prefills that waited for the tiers start, from what was found."""
+        for key in keys:
+            request = self._entries[key].request
+            # NOTE: in one go, so that nobody else gets the blocks that go back: it still fits.
+            self._blocks.free(request)
+            request.num_cached_tokens = self._blocks.attach_prefix(request, resumed=True)
+            allocated = self._blocks.allocate(request, request.num_tokens)
+            assert allocated, f"{key} held blocks for all its tokens"
+            self._compute(request)
 
     def _admit_pending(self) -> None:
         """Give blocks to reservations, in order; one that does not fit holds up those behind it."""

@@ -29,6 +29,8 @@ class TierEvent:
 
     number: int
     num_blocks: int
+    dp_rank: int
+    """Whose tiers they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +49,13 @@ class _Lookup:
 
 
 class PrefixTiers:
-    """See the module's docstring. Belongs to the engine thread."""
+    """Of one pool of blocks; see the module's docstring. Belongs to the engine thread."""
 
-    def __init__(self, jobs: TierJobs, *, max_pinned_blocks: int, num_blocks: int) -> None:
+    def __init__(
+        self, jobs: TierJobs, *, max_pinned_blocks: int, num_blocks: int, dp_rank: int = 0
+    ) -> None:
         self._jobs = jobs
+        self._dp_rank = dp_rank
         self._blocks: BlockManager | None = None
         self._max_pinned_blocks = max_pinned_blocks
         self._max_queued = num_blocks
@@ -67,7 +72,10 @@ class PrefixTiers:
     def start(self, blocks: BlockManager, on_event: Callable[[TierEvent], None]) -> None:
         """Begin; on_event is called from another thread, hands the event to `on_tier_event`."""
         self._blocks = blocks
-        self._jobs.start(lambda number, num_blocks: on_event(TierEvent(number, num_blocks)))
+        dp_rank = self._dp_rank
+        self._jobs.start(
+            lambda number, num_blocks: on_event(TierEvent(number, num_blocks, dp_rank))
+        )
 
     def stored(self, block_hash: bytes) -> None:
         """See BlockJournal: queue the block for the tiers."""

@@ -325,8 +325,6 @@ def _check_ranks(config: ServiceConfig) -> list[str]:
                 f"{name}.ep is {role.ep}: must divide the {role.num_ranks} ranks, "
                 f"which is tp {role.tp} times dp {role.dp}"
             )
-        if role.dp > 1 and config.tiers.is_on:
-            problems.append(f"tiers serve one block pool, {name}.dp is {role.dp}")
         if role.dp > 1 and config.speculation == "mtp":
             problems.append(f"speculation mtp does not go with {name}.dp: use ngram or none")
         if problem := role.eplb.problem(role.ep):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from engine.prefix_tiers import TierEvent
 from engine.request import Request, RequestKey
-from engine.scheduler import QueueFull, ScheduledRequest
+from engine.scheduler import ScheduledRequest
 from engine.worker.assembly import Engine
 from engine.worker.balance import least_loaded
 from engine.worker.convert import key_from_proto
@@ -48,8 +48,8 @@ class PrefillLoop:
         self._intake = intake
         self._replies = intake.replies
         self._inbox = inbox
-        self._tiers = engine.tiers
-        self._tiers.start(engine.pools[0].blocks, inbox.put)
+        for pool in engine.pools:
+            pool.tiers.start(pool.blocks, inbox.put)
         self._stopping = False
         self._progressed = False
 
@@ -69,9 +69,8 @@ class PrefillLoop:
         for pool in self._pools:
             for key, reason in self._intake.overdue(pool.entries):
                 pool.end(key, reason)
-        self._schedule(self._tiers.overdue())
+        scheduled = [pool.schedule() for pool in self._pools]
         self._replies.flush()
-        scheduled = [pool.scheduler.schedule().scheduled for pool in self._pools]
         self._progressed = any(scheduled)
         if self._progressed:
             self._compute(scheduled)
@@ -105,7 +104,7 @@ class PrefillLoop:
                 else:
                     pool.conclude(event)
             case TierEvent():
-                self._schedule(self._tiers.on_tier_event(event))
+                self._pools[event.dp_rank].take_fetched(event)
             case SessionClosed(session_id):
                 for key in self._intake.of_session(session_id):
                     self._end(key, "the proxy's session closed")
@@ -146,22 +145,9 @@ class PrefillLoop:
             pool = self._pools[0]
             if len(self._pools) > 1:
                 pool = self._pools[least_loaded([p.load_with(request) for p in self._pools])]
-            pool.scheduler.validate(request)
-            if not self._tiers.lookup(request):
-                pool.scheduler.add(request)
-            pool.track(request, target)
+            pool.accept(request, target)
 
         return accept
-
-    def _schedule(self, keys: list[RequestKey]) -> None:
-        """Requests that waited for the tiers join the queue of the one pool that has tiers."""
-        pool = self._pools[0]
-        for key in keys:
-            try:
-                pool.scheduler.add(pool.entries[key].request)
-            except QueueFull as error:
-                self._replies.failed(key, worker_pb2.FAILURE_OVERLOADED, str(error))
-                pool.end(key, str(error))
 
     def _end(self, key: RequestKey, reason: str) -> None:
         if (pool := self._pool_of(key)) is not None:

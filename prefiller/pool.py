@@ -8,11 +8,12 @@ Blocks are freed only when the transfer says that it will never read them again.
 thread.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from engine.prefix_tiers import TierEvent
 from engine.request import Request, RequestKey
-from engine.scheduler import ScheduledRequest
+from engine.scheduler import QueueFull, ScheduledRequest
 from engine.worker.assembly import Engine, Pool
 from engine.worker.balance import Load
 from engine.worker.kv_ranks import EngineSender, EngineTransfer
@@ -49,7 +50,7 @@ class PrefillPool:
         self.scheduler = pool.scheduler
         self._blocks = pool.blocks
         self._steps = engine.steps
-        self._tiers = engine.tiers
+        self._tiers = pool.tiers
         self._replies = replies
         self._sender = sender
         self._on_transfer_result = on_transfer_result
@@ -74,9 +75,24 @@ class PrefillPool:
             max_num_blocks=blocks.num_blocks,
         )
 
-    def track(self, request: Request, target: worker_pb2.KVTarget) -> None:
-        """Keep a request that is, or will be, in the scheduler."""
+    def accept(self, request: Request, target: worker_pb2.KVTarget) -> None:
+        """Take a new request; it is scheduled once the tiers have said what they have of it.
+
+        Raises: ValueError: it can never run here. QueueFull: too many wait.
+        """
+        self.scheduler.validate(request)
+        if not self._tiers.lookup(request):
+            self.scheduler.add(request)
         self._entries[request.key] = Entry(request, target)
+
+    def take_fetched(self, event: TierEvent) -> None:
+        """The tiers have done something for this pool."""
+        self._schedule(self._tiers.on_tier_event(event))
+
+    def schedule(self) -> list[ScheduledRequest]:
+        """What the next step computes."""
+        self._schedule(self._tiers.overdue())
+        return self.scheduler.schedule().scheduled
 
     def pusher(self, scheduled: list[ScheduledRequest]) -> Callable[[int], None]:
         """Begin the transfers of what the next step computes; call the result once per layer."""
@@ -134,6 +150,15 @@ class PrefillPool:
         ]
         entry.next_block = max(entry.next_block, end_block)
         return entry.transfer, copies
+
+    def _schedule(self, keys: Sequence[RequestKey]) -> None:
+        """Requests that waited for the tiers join the queue."""
+        for key in keys:
+            try:
+                self.scheduler.add(self._entries[key].request)
+            except QueueFull as error:
+                self._replies.failed(key, worker_pb2.FAILURE_OVERLOADED, str(error))
+                self.end(key, str(error))
 
     def _leave_scheduler(self, request: Request) -> None:
         # NOTE: the scheduler frees the blocks of what it removes, but these may still be read.

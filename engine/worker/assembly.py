@@ -24,6 +24,7 @@ from engine.worker.config import WorkerConfig
 from engine.worker.convert import layout_to_proto
 from engine.worker.cores import CoreShares
 from engine.worker.counters import LoopCounters
+from engine.worker.leading_model import followers_of
 from engine.worker.lockstep import Lockstep, SingleStep, StepModel
 from engine.worker.process import Start
 from engine.worker.rank_part import Leading, RankPart, build_parts
@@ -39,6 +40,7 @@ class Pool:
 
     blocks: BlockManager
     scheduler: Scheduler
+    tiers: PrefixTiers
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,6 @@ class Engine:
     counters: LoopCounters
     cores: CoreShares | None
     grammars: Grammars
-    tiers: PrefixTiers
     kv_events: KVEventLog
     leading: Leading | None
     """None: there is one rank."""
@@ -66,7 +67,8 @@ class Engine:
         """End the other ranks; give back the cache's memory and the share of cores."""
         if self.leading is not None:
             self.leading.ranks.close()
-        self.tiers.close()
+        for pool in self.pools:
+            pool.tiers.close()
         self.memory.close()
         self.grammars.close()
         if self.cores is not None:
@@ -87,12 +89,7 @@ def build_engine(
     _check_ranks(config)
     part, leading = build_parts(start, role)
     model_config, memory, num_blocks = part.model_config, part.memory, part.num_blocks
-    jobs: TierJobs = tier_worker(config, memory, role)
-    if leading is not None:
-        jobs = TierRanks(jobs, leading.ranks)
-    tiers = PrefixTiers(
-        jobs, max_pinned_blocks=config.tiers.max_pinned_blocks, num_blocks=num_blocks
-    )
+    own_tiers = tier_worker(config, memory, role)
     kv_events = KVEventLog()
     max_model_len = min(
         config.max_model_len or model_config.max_position_embeddings,
@@ -110,11 +107,17 @@ def build_engine(
         prefill_only=role == worker_pb2.ROLE_PREFILLER,
     )
 
-    def pool() -> Pool:
+    def pool(dp_rank: int) -> Pool:
+        tiers = PrefixTiers(
+            _tier_jobs(config, dp_rank, own_tiers, leading),
+            max_pinned_blocks=config.tiers.max_pinned_blocks,
+            num_blocks=num_blocks,
+            dp_rank=dp_rank,
+        )
         blocks = BlockManager(num_blocks, config.block_size, [tiers, kv_events])
-        return Pool(blocks, Scheduler(scheduler_config, blocks, eos_token_ids=eos_token_ids))
+        return Pool(blocks, Scheduler(scheduler_config, blocks, eos_token_ids=eos_token_ids), tiers)
 
-    pools = [pool() for _ in range(config.parallel.dp_size)]
+    pools = [pool(dp_rank) for dp_rank in range(config.parallel.dp_size)]
     adapters = None
     if part.adapters is not None:
         adapters = Adapters(part.adapters, None if leading is None else leading.model)
@@ -159,7 +162,6 @@ def build_engine(
         counters=counters,
         cores=cores,
         grammars=grammars,
-        tiers=tiers,
         kv_events=kv_events,
         leading=leading,
         adapters=adapters,
@@ -188,11 +190,23 @@ def _step_model(
     return SingleStep(Runner(model, *caches, part.ops, block_size, forward, adapters))
 
 
+def _tier_jobs(
+    config: WorkerConfig, dp_rank: int, own: TierJobs, leading: Leading | None
+) -> TierJobs:
+    """Of a data-parallel rank; own: the leader's rank's, which is in the first."""
+    if leading is None:
+        return own
+    return TierRanks(
+        own if dp_rank == 0 else None,
+        leading.ranks,
+        followers_of(config.parallel, dp_rank),
+        is_on=config.tiers.is_on,
+    )
+
+
 def _check_ranks(config: WorkerConfig) -> None:
     if config.parallel.world_size == 1:
         return
-    if config.tiers.is_on and config.parallel.dp_size > 1:
-        raise ValueError("tiers serve one block pool: they cannot be on with dp above 1")
     if config.speculation == "mtp" and config.parallel.dp_size > 1:
         raise ValueError("speculation mtp does not go with dp: use ngram or none")
 

@@ -141,7 +141,11 @@ class Lockstep:
 
 
 def _wanted_rows(batch: Batch, scheduled: Scheduled) -> Tensor:
-    """Rows whose hidden states the leader needs: [R] int32."""
+    """Rows whose hidden states the leader gets: [R] int32."""
     if any(entry.request.sampling.num_prompt_logprobs is not None for entry in scheduled):
         return torch.arange(len(batch.input_ids), dtype=torch.int32)
+    if scheduled and not len(batch.sample_rows):
+        # NOTE: the leader has to wait until this rank's KV is written: whoever gets its blocks next
+        # may fill them from elsewhere at once.
+        return torch.zeros(1, dtype=torch.int32)
     return batch.sample_rows.cpu()

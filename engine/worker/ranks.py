@@ -66,6 +66,7 @@ class _Follower:
     error: str = ""
     link_address: str = ""
     on_event: OnEvent = field(default=_ignore)
+    on_tier_job: OnTierJob = field(default=_ignore)
 
 
 class Ranks:
@@ -86,7 +87,6 @@ class Ranks:
         self._config = config
         self._launcher = launcher
         self._on_lost = on_lost
-        self._on_tier_job: OnTierJob = _ignore
         self._followers: dict[int, _Follower] = {}
         self._step = 0
         self._parallel = Parallel()
@@ -128,9 +128,10 @@ class Ranks:
         for rank in ranks:
             self._followers[rank].on_event = on_event
 
-    def listen_tiers(self, on_done: OnTierJob) -> None:
-        """Pass what the followers' tiers report to on_done."""
-        self._on_tier_job = on_done
+    def listen_tiers(self, on_done: OnTierJob, ranks: Collection[int]) -> None:
+        """Pass what the tiers of these followers report to on_done."""
+        for rank in ranks:
+            self._followers[rank].on_tier_job = on_done
 
     def send(self, command: ranks_pb2.RankCommand, ranks: Collection[int]) -> None:
         """Command these followers; returns at once unless their buffers are full."""
@@ -252,7 +253,7 @@ class Ranks:
             case "progress":
                 pass
             case "tier_job_done":
-                self._on_tier_job(follower.rank, event.tier_job_done)
+                follower.on_tier_job(follower.rank, event.tier_job_done)
             case _:
                 follower.on_event(follower.rank, event)
 

@@ -11,7 +11,8 @@ def build_stats(engine: Engine, num_pending: Sequence[int]) -> worker_pb2.Worker
     """The engine's state between two steps; num_pending: by data-parallel rank, the requests that
     wait outside its scheduler.
     """
-    hello, counters, tiers = engine.hello, engine.counters, engine.tiers
+    hello, counters = engine.hello, engine.counters
+    tiers = [pool.tiers for pool in engine.pools]
     schedulers = [pool.scheduler for pool in engine.pools]
     blocks = [pool.blocks for pool in engine.pools]
     stats = worker_pb2.WorkerStats(
@@ -34,8 +35,8 @@ def build_stats(engine: Engine, num_pending: Sequence[int]) -> worker_pb2.Worker
         num_expired_leases=counters.num_expired_leases,
         num_pending_tokens=sum(s.num_pending_tokens for s in schedulers),
         failures=dict(counters.failures),
-        tiers=tiers.stats(),
-        num_promoted_blocks=tiers.num_promoted_blocks,
+        tiers=tiers[0].stats(),
+        num_promoted_blocks=sum(t.num_promoted_blocks for t in tiers),
         num_graph_replays=counters.forward.num_replays,
         num_graph_recompiles=counters.forward.num_recompiles,
         eager_steps=dict(counters.forward.eager),

@@ -1,8 +1,10 @@
-"""The tiers of every rank of an engine: a block counts as found, loaded or copied once it is so on
-all ranks. Each rank keeps its own part of a block, in a namespace of its own.
+"""The tiers of the ranks that share a pool: a block counts as found, loaded or copied once it is so
+on all of them. Each keeps its own part of a block, in a namespace that it shares with the ranks of
+other pools that hold the same part.
 """
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +16,8 @@ from kvtransfer.registration import KVMemory
 from kvtransfer.tiers.base import TierStack
 from kvtransfer.tiers.loading import load_tiers
 from protos import ranks_pb2, worker_pb2
+
+_LEADER = 0
 
 
 def tier_worker(
@@ -42,11 +46,16 @@ class _Open:
 
 
 class TierRanks:
-    """Implements TierJobs for the leader of several ranks."""
+    """Implements TierJobs for one data-parallel rank of several ranks."""
 
-    def __init__(self, own: TierJobs, ranks: Ranks) -> None:
+    def __init__(
+        self, own: TierJobs | None, ranks: Ranks, followers: Sequence[int], *, is_on: bool
+    ) -> None:
+        """own: of the leader, for its own data-parallel rank. is_on: whether tiers are wanted."""
         self._own = own
         self._ranks = ranks
+        self._followers = followers
+        self._is_on = is_on if own is None else own.is_on
         self._lock = threading.Lock()
         self._open: dict[int, _Open] = {}
         self._on_done: OnDone | None = None
@@ -54,30 +63,34 @@ class TierRanks:
     @property
     def is_on(self) -> bool:
         """See TierJobs. A follower that could open none finds nothing, and so nothing is found."""
-        return self._own.is_on
+        return self._is_on
 
     def start(self, on_done: OnDone) -> None:
         """See TierJobs."""
         self._on_done = on_done
-        self._ranks.listen_tiers(self._take)
-        self._own.start(lambda number, num_blocks: self._done(0, number, num_blocks))
+        self._ranks.listen_tiers(self._take, self._followers)
+        if self._own is not None:
+            self._own.start(lambda number, num_blocks: self._done(_LEADER, number, num_blocks))
 
     def submit(self, number: int, job: Job) -> None:
         """See TierJobs."""
         num_blocks = 1 if isinstance(job, Write) else len(job.hashes)
         with self._lock:
-            self._open[number] = _Open(num_blocks, {0, *self._ranks.others})
+            members = self._followers if self._own is None else (_LEADER, *self._followers)
+            self._open[number] = _Open(num_blocks, set(members))
         command = ranks_pb2.RankCommand(tier_job=job_to_proto(number, job))
-        self._ranks.send(command, self._ranks.others)
-        self._own.submit(number, job)
+        self._ranks.send(command, self._followers)
+        if self._own is not None:
+            self._own.submit(number, job)
 
     def stats(self) -> list[worker_pb2.TierStats]:
-        """See TierJobs; of the leader's rank."""
-        return self._own.stats()
+        """See TierJobs; of the leader's rank alone."""
+        return [] if self._own is None else self._own.stats()
 
     def close(self) -> None:
         """See TierJobs; followers close theirs when they are told to stop."""
-        self._own.close()
+        if self._own is not None:
+            self._own.close()
 
     def _take(self, rank: int, done: ranks_pb2.TierJobDone) -> None:
         self._done(rank, done.number, done.num_blocks)

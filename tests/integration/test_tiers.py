@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -196,3 +197,47 @@ def test_ranks_find_a_prefix_where_each_has_its_part_and_decoders_fetch_too(
         (worker,) = service.of_role(role)
         assert worker.stats().num_promoted_blocks == num_blocks + 2
         service.assert_idle()
+
+
+def test_every_data_parallel_rank_writes_and_reads_for_its_own_requests(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "tier"
+    num_blocks = 5
+    prompts = [
+        [3 + (7 * i + n * i * i) % 290 for i in range(num_blocks * _BLOCK_SIZE + 20)]
+        for n in (1, 2)
+    ]
+    with Service(
+        tiny_model,
+        prefillers=0,
+        worker={
+            "tiers": TierConfig(disk_path=str(folder)),
+            "parallel": ParallelConfig(dp_size=2),
+        },
+    ) as service:
+        first = _complete_side_by_side(service, prompts)
+        # What the two ranks hold is alike, and so has one name.
+        wait_until(lambda: _is_kept(folder, prompts, 1), 60, "both prefixes are on disk")
+        _restart_all(service)
+        again = _complete_side_by_side(service, prompts)
+        assert [_cached_tokens(reply) for reply in again] == 2 * [num_blocks * _BLOCK_SIZE]
+        assert [reply["choices"] for reply in again] == [reply["choices"] for reply in first]
+        stats = service.of_role("decoder")[0].stats()
+        assert stats.num_promoted_blocks == 2 * num_blocks
+        (of_leader,) = stats.tiers
+        assert of_leader.num_read_blocks == num_blocks, "the other rank read the other prefix"
+        service.assert_idle()
+
+
+def _complete_side_by_side(
+    service: Service, prompts: Sequence[list[int]]
+) -> list[dict[str, object]]:
+    """Two requests, the second while the first runs: each has a data-parallel rank of its own."""
+    (decoder,) = service.of_role("decoder")
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(service.complete, prompts[0], max_tokens=300, ignore_eos=True)
+        wait_until(lambda: decoder.stats().num_running == 1, 30, "the first one runs")
+        short = service.complete(prompts[1], max_tokens=8, ignore_eos=True)
+        assert not long.done(), "both may have been on one rank"
+        return [long.result(), short]

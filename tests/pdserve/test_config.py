@@ -219,8 +219,6 @@ def test_roles_are_spread_over_ranks_each_in_its_own_way() -> None:
     message = "decoder.ep is 4: must divide the 6 ranks, which is tp 3 times dp 2"
     with pytest.raises(ConfigError, match=message):
         load("decoder.tp=3", "decoder.dp=2", "decoder.ep=4")
-    with pytest.raises(ConfigError, match="tiers serve one block pool"):
-        load("prefiller.dp=2", "tiers.host_bytes=1048576")
     with pytest.raises(ConfigError, match=r"mtp does not go with decoder\.dp"):
         load("decoder.dp=2", "speculation=mtp")
     assert load("decoder.tp=2", "speculation=mtp").decoder.tp == 2
