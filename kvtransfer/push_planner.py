@@ -1,6 +1,7 @@
 """From pushed blocks to segments for a transport and to their checksums, for one link."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvtransfer.checksum import HashedRuns
 from kvtransfer.errors import TransferError
@@ -13,6 +14,16 @@ from kvtransfer.transports.base import Segment
 Copies = tuple[BlockCopy, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """Of the same blocks in any layer."""
+
+    hashed: HashedRuns
+    plan: ReshardPlan
+    ends: tuple[tuple[int, int], ...]
+    """Per part, where its moves end in the source and in the target."""
+
+
 class PushPlanner:
     """Knows the memory of both ends; used by the thread of the link."""
 
@@ -22,7 +33,7 @@ class PushPlanner:
         self._memory = memory
         self._regions = regions
         self._resharding = resharding
-        self._last: tuple[tuple[RequestKey, Copies], HashedRuns, ReshardPlan] | None = None
+        self._last: tuple[tuple[RequestKey, Copies], _Planned] | None = None
 
     def segments(
         self, key: RequestKey, placement: Placement, batch: Sequence[Push]
@@ -40,23 +51,18 @@ class PushPlanner:
         segments = []
         num_parts = len(self._memory.layout.parts)
         for layer_idx, copies in batch:
-            _, plan = self._plan(key, placement, copies)
-            for part_idx, moves in enumerate(plan.moves):
+            planned = self._plan(key, placement, copies)
+            for part_idx, moves in enumerate(planned.plan.moves):
                 source = self._memory.regions[num_parts * layer_idx + part_idx]
                 target = self._regions[num_parts * layer_idx + part_idx]
-                for source_offset, target_offset, num_bytes in moves:
-                    if (
-                        source_offset + num_bytes > source.num_bytes
-                        or target_offset + num_bytes > target.num_bytes
-                    ):
-                        raise TransferError(f"block out of range in a push of layer {layer_idx}")
-                    segments.append(
-                        Segment(
-                            source.base_address + source_offset,
-                            target.base_address + target_offset,
-                            num_bytes,
-                        )
-                    )
+                source_end, target_end = planned.ends[part_idx]
+                if source_end > source.num_bytes or target_end > target.num_bytes:
+                    raise TransferError(f"block out of range in a push of layer {layer_idx}")
+                from_address, to_address = source.base_address, target.base_address
+                segments += [
+                    Segment(from_address + source_offset, to_address + target_offset, num_bytes)
+                    for source_offset, target_offset, num_bytes in moves
+                ]
         return segments
 
     def checksums(
@@ -67,13 +73,11 @@ class PushPlanner:
             return [0] * sum(len(copies) for _, copies in batch)
         checksums = []
         for layer_idx, copies in batch:
-            hashed, _ = self._plan(key, placement, copies)
+            hashed = self._plan(key, placement, copies).hashed
             checksums += hashed.checksums(self._memory, layer_idx, every)
         return checksums
 
-    def _plan(
-        self, key: RequestKey, placement: Placement, copies: Copies
-    ) -> tuple[HashedRuns, ReshardPlan]:
+    def _plan(self, key: RequestKey, placement: Placement, copies: Copies) -> _Planned:
         # The layers of a chunk push the same blocks, one after the other.
         if self._last is None or self._last[0] != (key, copies):
             copy_runs = [
@@ -87,5 +91,12 @@ class PushPlanner:
                     for runs in copy_runs
                 ]
             )
-            self._last = (key, copies), hashed, plan
-        return self._last[1], self._last[2]
+            ends = tuple(
+                (
+                    max((move.source_offset + move.num_bytes for move in moves), default=0),
+                    max((move.target_offset + move.num_bytes for move in moves), default=0),
+                )
+                for moves in plan.moves
+            )
+            self._last = (key, copies), _Planned(hashed, plan, ends)
+        return self._last[1]

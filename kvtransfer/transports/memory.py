@@ -62,20 +62,23 @@ class MemoryConnection:
             self._local_address,
             ctypes.memmove,
         )
-        num_unclocked = 0
-        for source_address, target_address, num_bytes in segments:
-            offset = target_address - base
-            if offset < 0 or num_bytes < 0 or offset + num_bytes > size:
-                raise TransferError(
-                    f"target offset {offset} with {num_bytes} bytes lies outside {size} bytes"
-                )
-            move(local + offset, source_address, num_bytes)
-            self.num_bytes += num_bytes
-            num_unclocked += num_bytes
-            if num_unclocked >= CLOCK_BYTES:
-                num_unclocked = 0
-                if time.monotonic() > deadline():
-                    raise TransferError("deadline passed while copying through shared memory")
+        num_moved = 0
+        try:
+            for source_address, target_address, num_bytes in segments:
+                offset = target_address - base
+                if offset < 0 or num_bytes < 0 or offset + num_bytes > size:
+                    raise TransferError(
+                        f"target offset {offset} with {num_bytes} bytes lies outside {size} bytes"
+                    )
+                move(local + offset, source_address, num_bytes)
+                num_moved += num_bytes
+                if num_moved >= CLOCK_BYTES:
+                    self.num_bytes += num_moved
+                    num_moved = 0
+                    if time.monotonic() > deadline():
+                        raise TransferError("deadline passed while copying through shared memory")
+        finally:
+            self.num_bytes += num_moved
         meanwhile()
 
     def num_unsettled(self) -> int:
