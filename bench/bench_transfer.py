@@ -11,6 +11,7 @@ import asyncio
 import ctypes
 import itertools
 import json
+import mmap
 import multiprocessing
 import queue
 import random
@@ -231,11 +232,13 @@ def runs_of(blocks: Sequence[int]) -> list[tuple[int, int]]:
 
 def memcpy(memory: KVMemory) -> Callable[[Sequence[int]], float]:
     """A function that copies the same bytes within this process, run by run, into warm pages."""
-    target = ctypes.create_string_buffer(memory.num_bytes)
-    ctypes.memset(target, 1, len(target))
+    # NOTE: from a page's start: memory that is aligned otherwise takes half as long again.
+    target = mmap.mmap(-1, memory.num_bytes)
+    anchor = ctypes.c_char.from_buffer(target)
+    ctypes.memset(ctypes.addressof(anchor), 1, len(target))
 
     def copy(blocks: Sequence[int]) -> float:
-        runs, to = runs_of(blocks), ctypes.addressof(target)
+        runs, to = runs_of(blocks), ctypes.addressof(anchor)
         started_s = time.monotonic()
         for region in memory.regions:
             for first, count in runs:
