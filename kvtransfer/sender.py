@@ -4,6 +4,7 @@ reader.
 
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -34,8 +35,13 @@ class Sender:
         config: KVTransferConfig,
         token: str,
         transports: LoadedTransports | None = None,
+        replica: int = 0,
+        num_replicas: int = 1,
     ):
         """Load the transports of the config, unless given, and register `memory` with them.
+
+        replica: of num_replicas writers with the same layout and KV, each of which is told of every
+        transfer; for each request and rank of a reader, one of them writes.
 
         Raises: TransportUnavailable: none can be loaded; says why for each.
         """
@@ -50,6 +56,7 @@ class Sender:
             transports=self._transports,
             config=config,
         )
+        self._replica, self._num_replicas = replica, num_replicas
         self._lock = threading.Lock()
         self._links: dict[PeerKey, WriterLink] = {}
         self._backoffs: dict[PeerKey, Backoff] = {}
@@ -97,7 +104,7 @@ class Sender:
             on_done(result)
 
         try:
-            peers = self._peers(target, block_size)
+            peers = [p for p in self._peers(target, block_size) if self._writes(key, p[0])]
         except ValueError as error:
             transfer = Transfer(key, layout.num_layers, range(0), conclude)
             transfer.abort(str(error))
@@ -185,6 +192,11 @@ class Sender:
                     (PeerKey(target.engine_id, target.incarnation, rank, address), resharding)
                 )
         return peers
+
+    def _writes(self, key: RequestKey, peer: PeerKey) -> bool:
+        """Whether this replica does: in turn by rank, and spread over requests."""
+        first = zlib.crc32(key[0].encode())
+        return (first + peer.tp_rank) % self._num_replicas == self._replica
 
     def _wake(self, peer: PeerKey) -> None:
         with self._lock:

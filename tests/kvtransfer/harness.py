@@ -114,6 +114,8 @@ class Writer:
         token: str = TOKEN,
         engine_id: str = "writer",
         transports: Callable[[KVMemory], LoadedTransports] | None = None,
+        replica: int = 0,
+        num_replicas: int = 1,
     ):
         self.memory = KVMemory.allocate(layout, NUM_BLOCKS)
         generator = torch.Generator().manual_seed(1)
@@ -127,6 +129,8 @@ class Writer:
             config=config,
             token=token,
             transports=transports(self.memory) if transports else None,
+            replica=replica,
+            num_replicas=num_replicas,
         )
         self.results: queue.Queue[TransferResult] = queue.Queue()
 

@@ -211,6 +211,35 @@ def test_equal_block_sizes_move_whole_blocks(source_size: int, target_size: int)
             expected.close()
 
 
+def test_of_writers_with_the_same_kv_one_writes_each_rank_of_a_reader() -> None:
+    layout, replicas = MODELS["eight heads"], 3
+    with ExitStack() as stack:
+        engine = Engine(layout, 2)
+        stack.callback(engine.close)
+        writers = [
+            Writer(CONFIG, layout=layout, replica=i, num_replicas=replicas) for i in range(replicas)
+        ]
+        for writer in writers:
+            stack.callback(writer.close)
+        sent = [0] * replicas
+        for number in range(6):
+            key = (f"request-{number}", 0)
+            target = engine.expect(key, [1, 2])
+            transfers = begin_all(writers, key, target)
+            for writer, transfer in zip(writers, transfers, strict=True):
+                push_range(transfer, writer, [5, 6])
+                transfer.finish()
+            results = [writer.next_result() for writer in writers]
+            assert all(result.ok for result in results)
+            assert sum(result.num_bytes for result in results) == 2 * layout.block_bytes_all_layers
+            assert max(result.num_bytes for result in results) == layout.block_bytes_all_layers, (
+                "one writer had both ranks of the reader"
+            )
+            sent = [n + result.num_bytes for n, result in zip(sent, results, strict=True)]
+            assert [reader.next_event() for reader in engine.readers] == [KVArrived(key)] * 2
+        assert min(sent) > 0, "one of them never wrote"
+
+
 def test_one_rank_that_gives_up_fails_the_key_and_stops_the_others() -> None:
     layout = MODELS["eight heads"]
     with engines(layout, 4, layout, 1) as (writers, engine):
