@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,14 @@ Int32s = npt.NDArray[np.int32]
 
 MAX_DECODE_QUERIES = 8
 """A sequence with this many tokens in a step, or fewer, is computed as a decode."""
+
+
+class OtherRows(Protocol):
+    """Rows of this step that other ranks compute for the same sequences."""
+
+    def fetch(self, k_cache: KVCache, v_cache: KVCache) -> None:
+        """Write their keys and values of one layer; this rank's own are in its caches."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +49,13 @@ class KVBatch:
     """Leading sequences with at most MAX_DECODE_QUERIES tokens: nothing but decodes, as a rule."""
     num_decode_tokens: int
     """Tokens of these."""
+    others: OtherRows | None = None
+    """None: these are all rows of the step."""
+
+    def complete(self, k_cache: KVCache, v_cache: KVCache) -> None:
+        """Fetch what attention reads of the step besides this rank's own rows, of one layer."""
+        if self.others is not None:
+            self.others.fetch(k_cache, v_cache)
 
     def split(self, num_seqs: int, num_tokens: int) -> "tuple[KVBatch, KVBatch]":
         """The first num_seqs sequences, which have num_tokens tokens, and the others."""
@@ -76,6 +92,8 @@ class Batch:
     """[R] int32: the last tokens of each sequence that samples, in order; see `Span`."""
     has_adapters: bool = False
     """Whether rows are computed with adapters."""
+    needs_all_rows: bool = False
+    """Whether the results of other rows than these are read: log-probabilities of the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +195,9 @@ class BatchBuilder:
             kv=kv,
             sample_rows=self._placed(sample_rows),
             has_adapters=any(span.request.adapter for span in spans),
+            needs_all_rows=any(
+                span.request.sampling.num_prompt_logprobs is not None for span in spans
+            ),
         )
 
     def dummy(self) -> Batch:

@@ -25,7 +25,9 @@ class Parallel:
     config: ParallelConfig = field(default_factory=ParallelConfig)
     tp: Group = field(default_factory=SingleGroup)
     dp: Group = field(default_factory=SingleGroup)
-    """Ranks of the same tp_rank."""
+    """Ranks of the same tp_rank with other requests."""
+    cp: Group = field(default_factory=SingleGroup)
+    """Ranks of the same tp_rank with other rows of the same requests."""
     ep: Group = field(default_factory=SingleGroup)
     world: Group = field(default_factory=SingleGroup)
     fused_tp: ExchangeGroup | None = None
@@ -39,7 +41,9 @@ class Parallel:
     used. See `WorkerConfig.exchange_rows`.
     """
     copies: ProcessGroup | None = None
-    """As dp, for weights on their way; None without layer sharding, or where it has one rank."""
+    """As dp or cp, for weights on their way; None without layer sharding, or where it has one
+    rank.
+    """
     everyone: ProcessGroup | None = None
     """As world, for the same."""
     counters: CollectiveCounters = field(default_factory=CollectiveCounters)
@@ -83,11 +87,13 @@ def join(
     # NOTE: groups of their own. What goes on beside a step must not be mixed up with its calls.
     shards = bool(config.layer_sharding)
     sharing_layers = group("tp", (tuple(r for r in world if r // tp == i // tp) for i in world))
+    replicas = group("dp" if config.cp_size == 1 else "cp", alike) or SingleGroup()
     return Parallel(
         config=config,
         tp=sharing_layers or SingleGroup(),
         fused_tp=sharing_layers if has_device else None,
-        dp=group("dp", alike) or SingleGroup(),
+        dp=replicas if config.cp_size == 1 else SingleGroup(),
+        cp=replicas if config.cp_size > 1 else SingleGroup(),
         ep=group("ep", sharing_experts) or SingleGroup(),
         world=group("world", [tuple(world)]) or SingleGroup(),
         copies=group("copies", alike) if shards else None,

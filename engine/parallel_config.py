@@ -1,13 +1,13 @@
 """The place of a rank in its engine, as plain numbers.
 
-Rank = dp_rank * tp_size + tp_rank. With DP 2, TP 2:
+Rank = dp_rank * tp_size + tp_rank, or cp_rank * tp_size + tp_rank. With DP 2, TP 2:
 
     dp_rank 0: ranks 0 1    tensor-parallel groups: {0 1} {2 3}
     dp_rank 1: ranks 2 3    expert-parallel groups of EP 4: {0 1 2 3}; of EP 2: {0 1} {2 3}
 
 Attention and dense layers are split over a tensor-parallel group; data-parallel groups hold other
-requests. Experts are dealt out over an expert-parallel group; with ep_size 1 they are split like
-dense layers.
+requests; context-parallel groups, in their place, other rows of the same ones. Experts are dealt
+out over an expert-parallel group; with ep_size 1 they are split like dense layers.
 """
 
 from collections.abc import Mapping
@@ -77,8 +77,12 @@ class ParallelConfig:
     """Ranks that share every layer."""
     dp_size: Annotated[int, Ge(1)] = 1
     """Groups of tp_size ranks, with requests of their own."""
+    cp_size: Annotated[int, Ge(1)] = 1
+    """Groups of tp_size ranks that share the rows of every step; see engine.context_parallel."""
+    cp_min_tokens: Annotated[int, Ge(1)] = 64
+    """With cp_size above 1: a request's tokens of a step are not split if they are fewer."""
     ep_size: Annotated[int, Ge(1)] = 1
-    """Ranks that share the experts: 1, or a divisor of tp_size * dp_size."""
+    """Ranks that share the experts: 1, or a divisor of world_size."""
     rank: Annotated[int, Ge(0)] = 0
     """This rank, of world_size."""
     moe_comm: MoEComm = "zero_redundancy"
@@ -100,25 +104,28 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"rank is {self.rank}, tp_size * dp_size is {self.world_size}")
+            raise ValueError(f"rank is {self.rank}, there are {self.world_size}")
+        if self.cp_size > 1 and self.dp_size > 1:
+            raise ValueError(f"cp_size is {self.cp_size}, dp_size {self.dp_size}: one must be 1")
         if self.shared_experts_beside and self.shared_experts == "tp":
             raise ValueError(
                 "shared_experts_beside takes shared_experts replicated: tp needs collectives"
             )
         if self.world_size % self.ep_size:
             raise ValueError(
-                f"ep_size is {self.ep_size}, must divide tp_size * dp_size = {self.world_size}"
+                f"ep_size is {self.ep_size}, must divide tp_size * dp_size * cp_size = "
+                f"{self.world_size}"
             )
 
     @property
     def world_size(self) -> int:
         """Ranks of the engine."""
-        return self.tp_size * self.dp_size
+        return self.tp_size * self.dp_size * self.cp_size
 
     @property
     def has_even_rows(self) -> bool:
         """Whether ranks that share experts always have equally many rows: they have the same
-        requests.
+        rows.
         """
         return self.tp_size % self.ep_size == 0
 
@@ -129,8 +136,13 @@ class ParallelConfig:
 
     @property
     def dp_rank(self) -> int:
-        """Which tensor-parallel group this rank is in."""
-        return self.rank // self.tp_size
+        """Whose requests this rank computes."""
+        return self.rank // (self.tp_size * self.cp_size)
+
+    @property
+    def cp_rank(self) -> int:
+        """Which rows of them."""
+        return self.rank // self.tp_size % self.cp_size
 
     @property
     def ep_rank(self) -> int:

@@ -12,6 +12,8 @@ The leader knows these and sends its plan with the batches, so no rank has to as
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from engine.parallel_config import ParallelConfig
 
 MIN_GAIN = 4
@@ -23,9 +25,15 @@ class StepPlan:
     """Of the forward pass under way; written by whoever commands it."""
 
     bucket: int = 0
-    """Most rows of a data-parallel rank; 0: nobody said, and ranks that need it ask each other."""
+    """Most rows of a data- or context-parallel rank; 0: nobody said, and ranks that need it ask
+    each other.
+    """
     gathers: bool = False
     """Whether rows are gathered on their way to experts, not sent by all-to-all."""
+    wanted_rows: Tensor | None = None
+    """[R] int32, with context parallelism: rows of the batch whose states somebody reads; None: of
+    all. The others' are zeros.
+    """
 
     def own_bucket(self, tp_size: int) -> int:
         """Most rows of a rank where each has its share of the rows; 0: unknown."""
@@ -39,8 +47,9 @@ def plan_step(
     *,
     has_operators: bool = False,
 ) -> StepPlan:
-    """num_rows: by data-parallel rank, dummy rows included; num_experts_per_tok: 0 if dense.
+    """num_rows: by data- or context-parallel rank, dummy rows included.
 
+    num_experts_per_tok: 0 if dense.
     has_operators: the device has operators of its own in the place of all-to-all.
     """
     bucket = max(num_rows)

@@ -145,6 +145,7 @@ def check(config: ServiceConfig) -> None:
         *_check_cache(config),
         *_check_times(config),
         *_check_ranks(config),
+        *_check_context_parallel(config),
         *_check_npus(config),
     ]
     if problems:
@@ -186,7 +187,9 @@ def worker_configs(
 
     num_drafts = 0 if config.speculation == "none" else config.num_draft_tokens
 
-    def common(role: PrefillerConfig | DecoderConfig, num_batched: int) -> dict[str, Any]:
+    def common(
+        role: PrefillerConfig | DecoderConfig, num_batched: int, **spread: Any
+    ) -> dict[str, Any]:
         return {
             "engine_id": "",
             "model_path": model_path,
@@ -222,13 +225,15 @@ def worker_configs(
                 shared_experts=role.shared_experts,
                 shared_experts_beside=role.shared_experts_beside,
                 sequence_parallel=role.sequence_parallel,
+                **spread,
             ),
         }
 
     prefiller, decoder = config.prefiller, config.decoder
     num_decode_tokens = decoder.max_num_seqs * (1 + num_drafts)
+    context = {"cp_size": prefiller.cp, "cp_min_tokens": prefiller.cp_min_tokens}
     return (
-        WorkerConfig(**common(prefiller, prefiller.max_num_batched_tokens)),
+        WorkerConfig(**common(prefiller, prefiller.max_num_batched_tokens, **context)),
         WorkerConfig(
             **common(decoder, num_decode_tokens + decoder.max_prefill_tokens),
             max_prefill_tokens=decoder.max_prefill_tokens,
@@ -317,13 +322,29 @@ def _check_cache(config: ServiceConfig) -> list[str]:
     return problems
 
 
+def _check_context_parallel(config: ServiceConfig) -> list[str]:
+    prefiller, problems = config.prefiller, []
+    if prefiller.cp == 1:
+        return []
+    cp = f"prefiller.cp is {prefiller.cp}"
+    if prefiller.dp > 1:
+        problems.append(f"{cp} and prefiller.dp is {prefiller.dp}: one of them must be 1")
+    if config.tiers.is_on:
+        problems.append(f"{cp} and tiers are on: every rank would keep the same blocks")
+    if config.speculation == "mtp":
+        problems.append(f"{cp} and speculation is mtp: use ngram or none")
+    return problems
+
+
 def _check_ranks(config: ServiceConfig) -> list[str]:
     problems = []
     for name, role in (("prefiller", config.prefiller), ("decoder", config.decoder)):
         if role.num_ranks % role.ep:
+            is_shared = name == "prefiller" and config.prefiller.cp > 1
+            times_cp = f" times cp {config.prefiller.cp}" if is_shared else ""
             problems.append(
                 f"{name}.ep is {role.ep}: must divide the {role.num_ranks} ranks, "
-                f"which is tp {role.tp} times dp {role.dp}"
+                f"which is tp {role.tp} times dp {role.dp}{times_cp}"
             )
         if role.dp > 1 and config.speculation == "mtp":
             problems.append(f"speculation mtp does not go with {name}.dp: use ngram or none")

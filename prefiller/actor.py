@@ -37,6 +37,7 @@ def serve_prefill(start: Start) -> Iterator[PrefillLoop]:
             incarnation=start.incarnation,
             config=config.transfer,
             token=config.cluster_token,
+            num_replicas=config.parallel.cp_size,
         )
         stack.callback(sender.close)
         endpoint: Endpoint[PrefillEvent] = Endpoint(start, engine)

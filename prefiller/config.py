@@ -18,6 +18,10 @@ class PrefillerConfig:
     """Processes that share every layer of one prefiller; divides the model's heads and widths."""
     dp: Annotated[int, Ge(1), Le(1024)] = 1
     """Groups of tp processes in one prefiller, each with requests and a KV cache of its own."""
+    cp: Annotated[int, Ge(1), Le(64)] = 1
+    """Groups of tp processes in one prefiller that share the tokens of every prompt; dp is 1."""
+    cp_min_tokens: Annotated[int, Ge(1), Le(1 << 20)] = 64
+    """With cp above 1: prompts, or chunks, of fewer tokens are computed whole by one group."""
     ep: Annotated[int, Ge(1), Le(1024)] = 1
     """Of all these, how many share the experts; 1 splits every expert over tp instead."""
     moe_comm: MoEComm = "zero_redundancy"
@@ -43,11 +47,13 @@ class PrefillerConfig:
     max_num_seqs: Annotated[int, Ge(1), Le(65536)] = 16
     """Prompts computed at once, by each group of tp processes."""
     max_num_batched_tokens: Annotated[int, Ge(1), Le(1 << 20)] = 512
-    """Tokens of one step of each group of tp processes: the chunk of a long prompt."""
+    """Tokens of one step of each group of tp processes, of all groups with cp: the chunk of a long
+    prompt.
+    """
     max_num_waiting: Annotated[int, Ge(1), Le(1 << 20)] = 1024
     """Bound of the queue."""
 
     @property
     def num_ranks(self) -> int:
         """Processes of one prefiller."""
-        return self.tp * self.dp
+        return self.tp * self.dp * self.cp

@@ -69,6 +69,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q = self._ops.rotary_kv_write(q, k, v, *rotary, k_cache, v_cache, kv.slot_mapping)
+        kv.complete(k_cache, v_cache)
         if on_layer is not None:
             on_layer(layer_idx)
         if (o_proj := self.o_proj.packed) is not None:

@@ -181,6 +181,7 @@ class MLAttention(nn.Module):
             kv.slot_mapping,
             _LATENT_EPS,
         )
+        kv.complete(*caches)
         if on_layer is not None:
             on_layer(self._layer_idx)
         attended = self._attend(q_nope, q_rope, caches, kv)
@@ -201,6 +202,7 @@ class MLAttention(nn.Module):
         layer_idx = self._layer_idx
         k_cache, v_cache = kv.k_caches[layer_idx], kv.v_caches[layer_idx]
         q_latent, q_rope, *caches = prolog(x, *rotary, k_cache, v_cache, kv.slot_mapping)
+        kv.complete(k_cache, v_cache)
         if on_layer is not None:
             on_layer(layer_idx)
         attended = self._attend_latents(q_latent, q_rope, (caches[0], caches[1]), kv)

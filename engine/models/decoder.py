@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from engine.batch import KVBatch
 from engine.config import ModelConfig
+from engine.context_parallel import ContextParallel
 from engine.expert_balancer import BalanceStats, ExpertBalancer
 from engine.layer_sharding import ShardedBytes, shard_layers
 from engine.layers.attention import OnLayer
@@ -105,6 +106,7 @@ class DecoderForCausalLM(nn.Module):
             self._balancer = ExpertBalancer(self._sparse_layers(), config.moe, parallel)
 
         self._series = shard_layers(self, parallel)
+        self._context = ContextParallel(parallel) if parallel.config.cp_size > 1 else None
 
     def sharded_bytes(self) -> ShardedBytes:
         """Of layer sharding, once the weights are loaded."""
@@ -141,10 +143,15 @@ class DecoderForCausalLM(nn.Module):
         kv: KVBatch,
         on_layer: OnLayer | None = None,
     ) -> Tensor:
-        """input_ids, positions: [T] -> hidden [T, hidden_size]; writes this step's KV."""
+        """input_ids, positions: [T] -> hidden [T, hidden_size]; writes this step's KV.
+
+        With context parallelism every rank is given all rows.
+        """
         if self._balancer is not None:
             # NOTE: here, since nothing else is called by every rank equally often.
             self._balancer.before_step()
+        if self._context is not None:
+            return self._context.run(self.model, input_ids, positions, kv, on_layer)
         hidden: Tensor = self.model(input_ids, positions, kv, on_layer)
         return hidden
 

@@ -15,12 +15,13 @@ from engine.models import CausalLM
 from engine.mtp import DraftingModel, MTPDrafter
 from engine.ngram import NgramDrafter
 from engine.prefix_tiers import PrefixTiers
-from engine.runner import ForwardMemory, MakeForward, Runner
+from engine.runner import Forward, ForwardMemory, MakeForward, Runner
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.speculation import Drafter, Verifier
 from engine.tier_worker import TierJobs
 from engine.weights.vocabulary import load_vocabulary
 from engine.worker.config import WorkerConfig
+from engine.worker.context_forward import ContextForward
 from engine.worker.convert import layout_to_proto
 from engine.worker.cores import CoreShares
 from engine.worker.counters import LoopCounters
@@ -86,7 +87,7 @@ def build_engine(
     Raises: ValueError: the model or a limit does not fit; says which. OSError: unreadable files.
     """
     config = start.config
-    _check_ranks(config)
+    _check_ranks(config, role)
     part, leading = build_parts(start, role)
     model_config, memory, num_blocks = part.model_config, part.memory, part.num_blocks
     own_tiers = tier_worker(config, memory, role)
@@ -180,7 +181,9 @@ def _step_model(
     caches = memory.paged
     if leading is not None and config.parallel.dp_size > 1:
         return Lockstep(leading.model, *caches, part.ops, block_size)
-    forward = None
+    forward: Forward | None = None
+    if leading is not None and config.parallel.cp_size > 1:
+        forward = ContextForward(leading.model)
     # NOTE: collectives cannot be captured and replayed on CPUs.
     if make_forward is not None and leading is None:
         max_blocks = -(-max_model_len // block_size)
@@ -204,11 +207,23 @@ def _tier_jobs(
     )
 
 
-def _check_ranks(config: WorkerConfig) -> None:
+def _check_ranks(config: WorkerConfig, role: worker_pb2.Role.ValueType) -> None:
     if config.parallel.world_size == 1:
         return
+    if config.parallel.cp_size > 1:
+        _check_context_parallel(config, role)
     if config.speculation == "mtp" and config.parallel.dp_size > 1:
         raise ValueError("speculation mtp does not go with dp: use ngram or none")
+
+
+def _check_context_parallel(config: WorkerConfig, role: worker_pb2.Role.ValueType) -> None:
+    cp = f"cp is {config.parallel.cp_size}"
+    if role != worker_pb2.ROLE_PREFILLER:
+        raise ValueError(f"{cp}: it is for prefillers")
+    if config.tiers.is_on:
+        raise ValueError(f"{cp}: tiers would keep every block {config.parallel.cp_size} times")
+    if config.speculation == "mtp":
+        raise ValueError(f"{cp} and speculation mtp: use ngram or none")
 
 
 def _drafter(

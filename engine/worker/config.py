@@ -98,10 +98,11 @@ class WorkerConfig:
 
         Ranks that share experts and have the same requests use them for decode steps; longer steps,
         which all of them see at once, go by all-to-all. Ranks with requests of their own have to
-        use them in any step, since another rank's may be a decode step.
+        use them in any step, since another rank's may be a decode step. Those that share
+        the rows of a prefill have more than the operators take.
         """
         parallel = self.parallel
-        if parallel.ep_size == 1:
+        if parallel.ep_size == 1 or parallel.cp_size > 1:
             return 0
         num_tokens = self.max_num_seqs * (1 + self.num_draft_tokens)
         if not parallel.has_even_rows:

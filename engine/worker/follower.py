@@ -248,6 +248,8 @@ class _Commands:
         memory, parallel = self._part.memory, self._parallel
         input_ids, positions, kv = forward_from_proto(forward, *memory.paged)
         parallel.step.bucket, parallel.step.gathers = forward.bucket, forward.gathers_experts
+        if parallel.config.cp_size > 1:
+            parallel.step.wanted_rows = ints_from_bytes(forward.wanted_rows)
         on_layer = self._transfers.pusher(list(forward.pushes))
         model = self._part.model
         if forward.draft_depth:
@@ -307,6 +309,8 @@ def _transfers(
             incarnation=welcome.incarnation,
             config=config.transfer,
             token=config.cluster_token,
+            replica=config.parallel.cp_rank,
+            num_replicas=config.parallel.cp_size,
         )
         stack.callback(sender.close)
         return _Transfers(wire, sender, None)

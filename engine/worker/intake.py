@@ -77,7 +77,9 @@ class Intake:
         adapters, error, adapter_key = self._engine.adapters, "", ""
         try:
             if adapters is None:
-                raise ValueError("adapters go with tp alone: not with dp, ep or sequence_parallel")
+                raise ValueError(
+                    "adapters go with tp alone: not with dp, cp, ep or sequence_parallel"
+                )
             if message.path:
                 adapters.load(message.name, Path(message.path))
                 adapter_key = adapters.key(message.name)

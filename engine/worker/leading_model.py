@@ -7,6 +7,7 @@ from torch import Tensor
 
 from engine.batch import KVBatch
 from engine.config import ModelConfig
+from engine.context_parallel import rows_by_rank
 from engine.layers.attention import OnLayer
 from engine.models.decoder import DecoderForCausalLM
 from engine.parallel import Parallel
@@ -57,6 +58,9 @@ class LeadingModel:
         """
         config, model_config, step = self.parallel.config, self.config, self.parallel.step
         num_rows = [len(forward.input_ids) // 4 for forward in forwards]
+        if config.cp_size > 1:
+            starts = ints_from_bytes(forwards[0].cu_seqlens_q)
+            num_rows = rows_by_rank(starts, config.cp_size, config.cp_min_tokens)
         top_k = model_config.moe.num_experts_per_tok if model_config.moe else 0
         has_operators = self.parallel.exchange is not None
         plan = plan_step(num_rows, config, top_k, has_operators=has_operators)
@@ -83,7 +87,7 @@ class LeadingModel:
         on_layer: OnLayer | None = None,
     ) -> Tensor:
         """See CausalLM."""
-        forward = forward_to_proto(input_ids, positions, kv)
+        forward = forward_to_proto(input_ids, positions, kv, self.parallel.step.wanted_rows)
         if self._adapters is not None:
             for key, rows in self._adapters.rows.rows.items():
                 forward.adapters.add(key=key, rows=_to_bytes(rows.int()))
@@ -123,18 +127,19 @@ class LeadingModel:
         self._ranks.send(ranks_pb2.RankCommand(drop_adapters=drop), self._ranks.others)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See CausalLM; computed by the leader's data-parallel rank."""
+        """See CausalLM; computed by the leader's tensor-parallel group."""
         hidden = hidden.contiguous()
         logits = ranks_pb2.Logits(num_rows=len(hidden))
-        helpers = followers_of(self.parallel.config, 0)
+        helpers = range(1, self.parallel.config.tp_size)
         self._ranks.send_steps([(helpers, ranks_pb2.RankCommand(logits=logits))])
         return self.own.logits(self.parallel.tp.broadcast(hidden, 0))
 
 
 def followers_of(config: ParallelConfig, dp_rank: int) -> range:
     """The ranks of a data-parallel rank, the leader apart."""
-    first = dp_rank * config.tp_size
-    return range(max(first, 1), first + config.tp_size)
+    size = config.tp_size * config.cp_size
+    first = dp_rank * size
+    return range(max(first, 1), first + size)
 
 
 def forward_to_proto(

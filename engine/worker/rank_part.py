@@ -82,7 +82,8 @@ def build_part(config: WorkerConfig, ops: Ops, parallel: Parallel, report: Repor
 
 
 def _takes_adapters(parallel: ParallelConfig) -> bool:
-    return parallel.dp_size == 1 and parallel.ep_size == 1 and not parallel.sequence_parallel
+    has_rows_of_the_batch = parallel.dp_size == parallel.cp_size == parallel.ep_size == 1
+    return has_rows_of_the_batch and not parallel.sequence_parallel
 
 
 def _allocate(config: WorkerConfig, layout: KVLayout, num_blocks: int, ops: Ops) -> KVMemory:

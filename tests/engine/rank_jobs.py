@@ -5,6 +5,7 @@ transformers, which the tests need, takes seconds.
 import gc
 import threading
 import zlib
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from engine.rank_adapters import RankAdapters
 from engine.request import Request
 from engine.scheduler import ScheduledRequest
 from engine.weights import load_model_config, load_weights
+from kernels.kv_cache import tensors_of
 from kernels.ops import select_ops
 from tests.engine.steps import (
     VOCAB_SIZE,
@@ -77,6 +79,37 @@ def greedy(
     return logits, token_ids
 
 
+def context_states(
+    parallel: Parallel, folder: Path, cache_dtype: str, wanted: Sequence[int] | None
+) -> tuple[list[Tensor], list[Tensor], dict[str, tuple[int, int]]]:
+    """Of five prompts in steps of up to 50 tokens each, on the C++ kernels: states [T, H] of every
+    step; what all of it left in the caches, by part and layer; what was sent.
+    """
+    model = load(folder, select_ops("cpu"), parallel)
+    cache = PoisonedCache(model, 90, 4, parallel=parallel, dtype=cache_dtype)
+    requests = [make_request(_prompt(n)) for n in (1, 90, 3, 50, 131)]
+    for request in requests:
+        cache.allocate(request)
+    builder = BatchBuilder(cache.k_caches, cache.v_caches, cache.block_size)
+    if wanted is not None:
+        parallel.step.wanted_rows = torch.tensor(wanted, dtype=torch.int32)
+    before, states = parallel.counters.snapshot(), []
+    while left := [r for r in requests if r.num_computed_tokens < r.num_tokens]:
+        chosen = [ScheduledRequest(r, min(50, r.num_tokens - r.num_computed_tokens)) for r in left]
+        batch = builder.build(chosen)
+        with torch.inference_mode():
+            states.append(model(batch.input_ids, batch.positions, batch.kv).clone())
+        for entry in chosen:
+            entry.request.num_computed_tokens += entry.num_tokens
+    parts = [t for c in (*cache.k_caches, *cache.v_caches) for t in tensors_of(c) if t is not None]
+    blocks = [b for request in requests for b in request.block_ids]
+    return states, [t[blocks] for t in parts], since(parallel.counters.snapshot(), before)
+
+
+def _prompt(num_tokens: int) -> list[int]:
+    return [t % 95 for t in random_token_ids(num_tokens, seed=num_tokens)]
+
+
 def shared_threads(parallel: Parallel, folder: Path) -> set[str]:
     """The threads on which shared experts compute, of one forward pass."""
     model = load(folder, select_ops("reference"), parallel)
@@ -97,7 +130,7 @@ def part_logits(
     """Uneven chunks of prompts beside single tokens, to the end of every sequence."""
     model = load(path, select_ops("reference"), parallel, quantization)
     cache = PoisonedCache(model, num_blocks=24, block_size=4, parallel=parallel)
-    sequences = [[t % 95 for t in random_token_ids(n, seed=n)] for n in (1, 7, 33)]
+    sequences = [_prompt(n) for n in (1, 7, 33)]
     return logits_by_steps(model, cache, sequences, lambda i, left: (i + 1, 5, 1)[left % 3])
 
 
@@ -134,7 +167,7 @@ def draft_states(parallel: Parallel, folder: Path) -> list[Tensor]:
 def _prompts(model: CausalLM, parallel: Parallel) -> tuple[BatchBuilder, list[Request]]:
     """Three of uneven lengths, in a cache."""
     cache = PoisonedCache(model, num_blocks=24, block_size=4, parallel=parallel)
-    requests = [make_request([t % 95 for t in random_token_ids(n, seed=n)]) for n in (3, 17, 9)]
+    requests = [make_request(_prompt(n)) for n in (3, 17, 9)]
     for request in requests:
         cache.allocate(request)
     return BatchBuilder(cache.k_caches, cache.v_caches, cache.block_size), requests

@@ -226,6 +226,23 @@ def test_roles_are_spread_over_ranks_each_in_its_own_way() -> None:
         load("decoder.dp=1024", "decoder.kv_cache_bytes=1073741824")
 
 
+def test_a_prefiller_may_share_the_rows_of_its_prompts_over_ranks() -> None:
+    config = load("prefiller.cp=2", "prefiller.tp=2", "prefiller.ep=4", "prefiller.cp_min_tokens=9")
+    assert config.prefiller.num_ranks == 4
+    prefiller, decoder = (w.parallel for w in worker_configs(config, model_path="m", token=""))
+    assert (prefiller.cp_size, prefiller.cp_min_tokens, prefiller.world_size) == (2, 9, 4)
+    assert (decoder.cp_size, decoder.world_size) == (1, 1)
+    for setting, problem in (
+        ("prefiller.dp=2", r"prefiller\.cp is 2 and prefiller\.dp is 2"),
+        ("tiers.host_bytes=1048576", r"prefiller\.cp is 2 and tiers are on"),
+        ("speculation=mtp", r"prefiller\.cp is 2 and speculation is mtp"),
+        ("prefiller.ep=3", r"the 2 ranks, which is tp 1 times dp 1 times cp 2"),
+        ("decoder.cp=2", r"decoder\.cp"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            load("prefiller.cp=2", setting)
+
+
 def test_settings_of_expert_balance_that_do_not_fit_are_refused() -> None:
     config = load("decoder.tp=4", "decoder.ep=4", "decoder.eplb.mode=dynamic")
     assert parse_config(user_values(config)) == config
