@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engine.turns import Pending, Turns
+
 
 @dataclass(slots=True)
 class CollectiveCount:
@@ -85,14 +87,6 @@ class Group(Protocol):
         ...
 
 
-class Pending(Protocol):
-    """An operation that goes on beside what this rank computes."""
-
-    def wait(self) -> object:
-        """Until it is done here. Raises: RuntimeError: a peer is gone or late."""
-        ...
-
-
 class SingleGroup:
     """A rank by itself: every operation returns its input."""
 
@@ -126,12 +120,20 @@ class ProcessGroup:
     Every call raises RuntimeError when a peer is gone or does not come within the group's time-out.
     """
 
-    def __init__(self, name: str, group: dist.ProcessGroup, counters: CollectiveCounters) -> None:
+    def __init__(
+        self,
+        name: str,
+        group: dist.ProcessGroup,
+        counters: CollectiveCounters,
+        turns: Turns | None = None,
+    ) -> None:
+        """turns: while two computations share them, one goes on when the other waits here."""
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self._name = name
         self._group = group
         self._counters = counters
+        self._turns = turns
 
     @property
     def communicator(self) -> str:
@@ -148,35 +150,38 @@ class ProcessGroup:
         """See Group; overwrites x if it is contiguous."""
         x = x.contiguous()
         self._count("all_reduce", 2 * _size(x) * (self.size - 1) // self.size)
-        dist.all_reduce(x, group=self._group)
+        self._finish(dist.all_reduce(x, group=self._group, async_op=self._goes_on))
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
         """See Group."""
-        out = x.new_empty(self.size * x.shape[0], *x.shape[1:])
+        x, out = x.contiguous(), x.new_empty(self.size * x.shape[0], *x.shape[1:])
         self._count("all_gather", _size(x) * (self.size - 1))
-        dist.all_gather_single(out, x.contiguous(), group=self._group)
+        self._finish(dist.all_gather_single(out, x, group=self._group, async_op=self._goes_on))
         return out
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """See Group."""
-        out = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
+        x, out = x.contiguous(), x.new_empty(x.shape[0] // self.size, *x.shape[1:])
         self._count("reduce_scatter", _size(out) * (self.size - 1))
-        dist.reduce_scatter_single(out, x.contiguous(), group=self._group)
+        self._finish(dist.reduce_scatter_single(out, x, group=self._group, async_op=self._goes_on))
         return out
 
     def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """See Group."""
-        out = x.new_empty(sum(received), *x.shape[1:])
+        x, out = x.contiguous(), x.new_empty(sum(received), *x.shape[1:])
         row_bytes = x[:1].numel() * x.element_size() if len(x) else 0
         self._count("all_to_all", (len(x) - sent[self.rank]) * row_bytes)
-        dist.all_to_all_single(out, x.contiguous(), list(received), list(sent), group=self._group)
+        sizes = list(received), list(sent)
+        self._finish(
+            dist.all_to_all_single(out, x, *sizes, group=self._group, async_op=self._goes_on)
+        )
         return out
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """See Group; x is contiguous."""
         self._count("broadcast", _size(x) if source == self.rank else 0)
-        dist.broadcast(x, group=self._group, group_src=source)
+        self._finish(dist.broadcast(x, group=self._group, group_src=source, async_op=self._goes_on))
         return x
 
     def start_broadcast(self, x: Tensor, source: int) -> Pending:
@@ -185,6 +190,16 @@ class ProcessGroup:
         work: Pending | None = dist.broadcast(x, group=self._group, group_src=source, async_op=True)
         assert work is not None, "this rank is in the group"
         return work
+
+    @property
+    def _goes_on(self) -> bool:
+        return self._turns is not None and self._turns.are_shared
+
+    def _finish(self, work: Pending | None) -> None:
+        """NOTE: the caller keeps what it sends until this returns."""
+        if work is not None:
+            assert self._turns is not None, "it would be done"
+            self._turns.wait(work)
 
     def _count(self, kind: str, num_bytes: int) -> None:
         self._counters.add(f"{self._name}.{kind}", num_bytes)

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from engine.collectives import Pending, ProcessGroup
+from engine.collectives import ProcessGroup
 from engine.config import Quantization
 from engine.layers.linear import FusedLinear
 from engine.parallel import Parallel
+from engine.turns import Pending
 from kernels.ops import Linear
 
 _KIND_BYTES = 512

@@ -15,6 +15,7 @@ from engine.collectives import CollectiveCounters, Group, ProcessGroup, SingleGr
 from engine.parallel_config import ParallelConfig
 from engine.side_thread import SideThread
 from engine.step_plan import StepPlan
+from engine.turns import Turns
 from kernels.experts import ExchangeGroup
 
 
@@ -49,6 +50,8 @@ class Parallel:
     counters: CollectiveCounters = field(default_factory=CollectiveCounters)
     side: SideThread | None = None
     """For shared experts beside dispatch and combine; None: they come after."""
+    turns: Turns | None = None
+    """For the two halves of a step; None: all steps are computed as one."""
     step: StepPlan = field(default_factory=StepPlan)
     """Of the forward pass under way."""
 
@@ -69,7 +72,11 @@ def join(
     )
     counters = CollectiveCounters()
 
-    def group(name: str, members: Iterable[tuple[int, ...]]) -> ProcessGroup | None:
+    turns = Turns() if config.dual_batch_overlap else None
+
+    def group(
+        name: str, members: Iterable[tuple[int, ...]], turns: Turns | None = None
+    ) -> ProcessGroup | None:
         """NOTE: every rank makes every group, in the same order, also those it is not in."""
         mine = None
         for ranks in sorted(set(members)):
@@ -77,7 +84,7 @@ def join(
                 continue
             made = dist.new_group(list(ranks), timeout=timeout, backend=backend)
             if config.rank in ranks:
-                mine = ProcessGroup(name, made, counters)
+                mine = ProcessGroup(name, made, counters, turns)
         return mine
 
     has_device = "hccl" in backend
@@ -86,22 +93,25 @@ def join(
     alike = [tuple(r for r in world if r % tp == i % tp) for i in world]
     # NOTE: groups of their own. What goes on beside a step must not be mixed up with its calls.
     shards = bool(config.layer_sharding)
-    sharing_layers = group("tp", (tuple(r for r in world if r // tp == i // tp) for i in world))
-    replicas = group("dp" if config.cp_size == 1 else "cp", alike) or SingleGroup()
+    layer_ranks = [tuple(r for r in world if r // tp == i // tp) for i in world]
+    sharing_layers = group("tp", layer_ranks, turns)
+    replicas = group("dp" if config.cp_size == 1 else "cp", alike, turns) or SingleGroup()
     return Parallel(
         config=config,
         tp=sharing_layers or SingleGroup(),
-        fused_tp=sharing_layers if has_device else None,
+        # NOTE: what computes and communicates in one operator leaves nothing to overlap.
+        fused_tp=sharing_layers if has_device and turns is None else None,
         dp=replicas if config.cp_size == 1 else SingleGroup(),
         cp=replicas if config.cp_size > 1 else SingleGroup(),
-        ep=group("ep", sharing_experts) or SingleGroup(),
-        world=group("world", [tuple(world)]) or SingleGroup(),
+        ep=group("ep", sharing_experts, turns) or SingleGroup(),
+        world=group("world", [tuple(world)], turns) or SingleGroup(),
         copies=group("copies", alike) if shards else None,
         everyone=group("everyone", [tuple(world)]) if shards else None,
         # HCCL connects a group when it is first used: where nobody uses it, it costs nothing.
         exchange=group("exchange", sharing_experts) if has_device else None,
         counters=counters,
         side=SideThread(torch.get_num_threads()) if config.shared_experts_beside else None,
+        turns=turns,
     )
 
 

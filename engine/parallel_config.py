@@ -99,6 +99,10 @@ class ParallelConfig:
     """With ep_size above 1."""
     shared_experts_beside: bool = False
     """Compute replicated shared experts on a second thread, beside dispatch and combine."""
+    dual_batch_overlap: bool = False
+    """Compute steps in two halves, one while the other waits in collectives."""
+    dual_batch_min_rows: Annotated[int, Ge(1)] = 32
+    """With dual_batch_overlap: steps in which no data-parallel rank has as many rows are one."""
     layer_sharding: tuple[str, ...] = ()
     """Linears, by name, that one rank holds for each layer and sends the others a layer ahead."""
 
@@ -110,6 +114,12 @@ class ParallelConfig:
         if self.shared_experts_beside and self.shared_experts == "tp":
             raise ValueError(
                 "shared_experts_beside takes shared_experts replicated: tp needs collectives"
+            )
+        if self.dual_batch_overlap and self.cp_size > 1:
+            raise ValueError(f"dual_batch_overlap and cp_size is {self.cp_size}: only one of them")
+        if self.dual_batch_overlap and self.tp_size == self.ep_size == 1:
+            raise ValueError(
+                "dual_batch_overlap takes tp_size or ep_size above 1: layers communicate nothing"
             )
         if self.world_size % self.ep_size:
             raise ValueError(

@@ -2,6 +2,7 @@
 
 The leader knows these and sends its plan with the batches, so no rank has to ask another:
 
+    halves      whether the step is computed in two, and where each rank cuts
     bucket      rows that every rank pads to where a collective wants equal sizes
     exchange    how rows get to experts of other ranks: all-to-all sends what is routed, once for
                 each expert; gather sends every row to every rank, once, and sums what comes back.
@@ -33,6 +34,10 @@ class StepPlan:
     wanted_rows: Tensor | None = None
     """[R] int32, with context parallelism: rows of the batch whose states somebody reads; None: of
     all. The others' are zeros.
+    """
+    cut: int = 0
+    """Rows of this rank's first half, see engine.dual_batch; 0: the step is computed as one. All
+    ranks divide a step, or none. The bucket is then that of a half.
     """
 
     def own_bucket(self, tp_size: int) -> int:

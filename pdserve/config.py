@@ -226,6 +226,8 @@ def worker_configs(
                 shared_experts_beside=role.shared_experts_beside,
                 sequence_parallel=role.sequence_parallel,
                 **spread,
+                dual_batch_overlap=role.dual_batch_overlap,
+                dual_batch_min_rows=role.dual_batch_min_rows,
             ),
         }
 
@@ -331,6 +333,8 @@ def _check_context_parallel(config: ServiceConfig) -> list[str]:
         problems.append(f"{cp} and prefiller.dp is {prefiller.dp}: one of them must be 1")
     if config.tiers.is_on:
         problems.append(f"{cp} and tiers are on: every rank would keep the same blocks")
+    if prefiller.dual_batch_overlap:
+        problems.append(f"{cp} and prefiller.dual_batch_overlap is true: only one of them")
     if config.speculation == "mtp":
         problems.append(f"{cp} and speculation is mtp: use ngram or none")
     return problems
@@ -353,6 +357,10 @@ def _check_ranks(config: ServiceConfig) -> list[str]:
         if role.shared_experts_beside and role.shared_experts == "tp":
             problems.append(
                 f"{name}.shared_experts_beside: shared_experts must be replicated, not tp"
+            )
+        if role.dual_batch_overlap and role.tp == role.ep == 1:
+            problems.append(
+                f"{name}.dual_batch_overlap: with tp 1 and ep 1 no layer waits for other ranks"
             )
         if role.layer_sharding and role.num_ranks == 1:
             problems.append(f"{name}.layer_sharding: there is one rank, and tp times dp is 1")

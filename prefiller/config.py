@@ -36,6 +36,10 @@ class PrefillerConfig:
     """Compute them, replicated, on a second thread beside dispatch and combine."""
     sequence_parallel: bool = False
     """Split the rows of norms and residual over tp in dense models too."""
+    dual_batch_overlap: bool = False
+    """Compute steps in two halves, one while the other waits in collectives; with tp or ep."""
+    dual_batch_min_rows: Annotated[int, Ge(1)] = 32
+    """Steps in which no group of tp processes has as many rows are computed as one."""
     layer_sharding: tuple[str, ...] = ()
     """Linears, such as o_proj, that one rank holds for each layer and sends the others ahead."""
     num_threads: Annotated[int, Ge(1), Le(1024)] | None = None

@@ -105,6 +105,7 @@ class Forward(_message.Message):
     GATHERS_EXPERTS_FIELD_NUMBER: _builtins.int
     DRAFT_DEPTH_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    CUT_FIELD_NUMBER: _builtins.int
     input_ids: _builtins.bytes
     positions: _builtins.bytes
     slot_mapping: _builtins.bytes
@@ -117,7 +118,7 @@ class Forward(_message.Message):
     num_decode_tokens: _builtins.int
     step: _builtins.int
     wanted_rows: _builtins.bytes
-    """of the result: what the leader needs of a DP rank that is not its own"""
+    """of the result: what the leader needs of a DP rank that is not its own; of CP ranks, what it needs at all"""
     gathers: _builtins.bool
     """tp_rank 0 of every DP rank sends its wanted rows, however few"""
     bucket: _builtins.int
@@ -125,6 +126,8 @@ class Forward(_message.Message):
     gathers_experts: _builtins.bool
     draft_depth: _builtins.int
     """0: the model; else MTP layer draft_depth - 1, on states that the leader broadcasts"""
+    cut: _builtins.int
+    """rows of the first half, see engine.dual_batch; 0: not divided"""
     @_builtins.property
     def pushes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Push]:
         """of every layer, once it is computed"""
@@ -152,10 +155,11 @@ class Forward(_message.Message):
         gathers_experts: _builtins.bool = ...,
         draft_depth: _builtins.int = ...,
         adapters: _abc.Iterable[Global___AdapterRows] | None = ...,
+        cut: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "block_table", b"block_table", "block_table_width", b"block_table_width", "bucket", b"bucket", "context_lens", b"context_lens", "cu_seqlens_q", b"cu_seqlens_q", "draft_depth", b"draft_depth", "gathers", b"gathers", "gathers_experts", b"gathers_experts", "input_ids", b"input_ids", "max_seqlen_q", b"max_seqlen_q", "num_decode_seqs", b"num_decode_seqs", "num_decode_tokens", b"num_decode_tokens", "positions", b"positions", "pushes", b"pushes", "slot_mapping", b"slot_mapping", "step", b"step", "wanted_rows", b"wanted_rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "block_table", b"block_table", "block_table_width", b"block_table_width", "bucket", b"bucket", "context_lens", b"context_lens", "cu_seqlens_q", b"cu_seqlens_q", "cut", b"cut", "draft_depth", b"draft_depth", "gathers", b"gathers", "gathers_experts", b"gathers_experts", "input_ids", b"input_ids", "max_seqlen_q", b"max_seqlen_q", "num_decode_seqs", b"num_decode_seqs", "num_decode_tokens", b"num_decode_tokens", "positions", b"positions", "pushes", b"pushes", "slot_mapping", b"slot_mapping", "step", b"step", "wanted_rows", b"wanted_rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from engine.collectives import Group
 from engine.parallel import Parallel
 from engine.side_thread import SideThread
+from engine.step_plan import StepPlan
 from kernels.experts import ExchangeSizes, ExpertDispatch, GatedExperts, SharedExpert
 from kernels.ops import Ops
 
@@ -87,11 +88,13 @@ class ExchangeDispatch:
     """By the device's operators, and by all-to-all where there are more rows than they take.
 
     Whichever it is, all ranks of a group have to take the same: see `Parallel.exchange_rows`.
+    Halves of a step go by all-to-all, beside which the other one is computed.
     """
 
-    def __init__(self, exchange: ExpertDispatch, otherwise: Dispatch) -> None:
+    def __init__(self, exchange: ExpertDispatch, otherwise: Dispatch, step: StepPlan) -> None:
         self._exchange = exchange
         self._otherwise = otherwise
+        self._step = step
 
     def __call__(
         self,
@@ -102,7 +105,7 @@ class ExchangeDispatch:
         shared: SharedExpert | None,
     ) -> Tensor:
         """See `Dispatch`."""
-        few = x.shape[0] <= self._exchange.max_tokens
+        few = x.shape[0] <= self._exchange.max_tokens and not self._step.cut
         dispatch = self._exchange if few else self._otherwise
         return dispatch(x, topk_weights, slots, experts, shared)
 
@@ -132,7 +135,7 @@ def select_dispatch(
             f"experts over {parallel.ep.size} ranks: {error} ({limits} of a worker "
             "say how many tokens a step has)"
         ) from error
-    return all_to_all if exchange is None else ExchangeDispatch(exchange, all_to_all)
+    return all_to_all if exchange is None else ExchangeDispatch(exchange, all_to_all, parallel.step)
 
 
 def compute_own(

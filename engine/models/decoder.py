@@ -4,12 +4,15 @@ A family's file says what its layer is made of, as a `BuildLayer`; nothing else 
 """
 
 from dataclasses import replace
+from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from engine.batch import KVBatch
 from engine.config import ModelConfig
 from engine.context_parallel import ContextParallel
+from engine.dual_batch import Half, dummy_like, halves_of, on_layer_of_both
 from engine.expert_balancer import BalanceStats, ExpertBalancer
 from engine.layer_sharding import ShardedBytes, shard_layers
 from engine.layers.attention import OnLayer
@@ -34,6 +37,8 @@ class Decoder(nn.Module):
         size = config.hidden_size
         self._ops = ops
         self._rows = rows_of(parallel)
+        self._turns, self._step = parallel.turns, parallel.step
+        self._shards_layers = bool(parallel.config.layer_sharding)
         self.embed_tokens = Embedding(
             config.vocab_size, size, name="embed_tokens", ops=ops, parallel=parallel
         )
@@ -55,6 +60,21 @@ class Decoder(nn.Module):
         self, input_ids: Tensor, positions: Tensor, kv: KVBatch, on_layer: OnLayer | None
     ) -> Tensor:
         """input_ids, positions: [T] -> [T, hidden_size]."""
+        whole = Half(input_ids, positions, kv)
+        if self._turns is None or not self._step.cut:
+            return self._pass(whole, on_layer)
+        first, second = halves_of(*whole, self._step.cut)
+        on_layer = on_layer_of_both(on_layer)
+
+        def run_second() -> Tensor:
+            self._ops.bind_thread()
+            return self._pass(second or dummy_like(first), on_layer)
+
+        hidden = self._turns.run(partial(self._pass, first, on_layer), run_second)
+        return hidden[0] if second is None else torch.cat(hidden)
+
+    def _pass(self, batch: Half, on_layer: OnLayer | None) -> Tensor:
+        input_ids, positions, kv = batch
         rotary = self.rotary_emb(positions)
         slots = self._ops.slot_index(kv.slot_mapping, kv.k_caches[0], kv.v_caches[0])
         kv = replace(kv, slot_mapping=slots)
@@ -62,6 +82,9 @@ class Decoder(nn.Module):
         residual: Tensor | None = None
         for layer in self._main_layers:
             x, residual = layer(x, residual, rotary, kv, on_layer)
+            if self._turns is not None and self._shards_layers:
+                # NOTE: or dense layers would let a half run ahead of the weights of the other.
+                self._turns.pass_on()
         assert residual is not None, "a model has layers"
         x, _ = self.norm.add(x, residual)
         return self._rows.gather(x, len(input_ids))

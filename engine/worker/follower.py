@@ -247,9 +247,10 @@ class _Commands:
         self._begin_step(forward.step)
         memory, parallel = self._part.memory, self._parallel
         input_ids, positions, kv = forward_from_proto(forward, *memory.paged)
-        parallel.step.bucket, parallel.step.gathers = forward.bucket, forward.gathers_experts
+        step = parallel.step
+        step.bucket, step.gathers, step.cut = forward.bucket, forward.gathers_experts, forward.cut
         if parallel.config.cp_size > 1:
-            parallel.step.wanted_rows = ints_from_bytes(forward.wanted_rows)
+            step.wanted_rows = ints_from_bytes(forward.wanted_rows)
         on_layer = self._transfers.pusher(list(forward.pushes))
         model = self._part.model
         if forward.draft_depth:

@@ -8,6 +8,7 @@ from torch import Tensor
 from engine.batch import KVBatch
 from engine.config import ModelConfig
 from engine.context_parallel import rows_by_rank
+from engine.dual_batch import largest_half, plan_halves
 from engine.layers.attention import OnLayer
 from engine.models.decoder import DecoderForCausalLM
 from engine.parallel import Parallel
@@ -64,9 +65,14 @@ class LeadingModel:
         top_k = model_config.moe.num_experts_per_tok if model_config.moe else 0
         has_operators = self.parallel.exchange is not None
         plan = plan_step(num_rows, config, top_k, has_operators=has_operators)
-        step.bucket, step.gathers = plan.bucket, plan.gathers
-        for forward in forwards:
-            forward.bucket, forward.gathers_experts = plan.bucket, plan.gathers
+        cuts: Sequence[int] = [0] * len(forwards)
+        if not forwards[0].draft_depth:
+            by_rank = [ints_from_bytes(forward.cu_seqlens_q) for forward in forwards]
+            cuts = plan_halves(by_rank, config)
+        bucket = largest_half(num_rows, cuts) if any(cuts) else plan.bucket
+        step.bucket, step.gathers, step.cut = bucket, plan.gathers, cuts[0]
+        for forward, cut in zip(forwards, cuts, strict=True):
+            forward.bucket, forward.gathers_experts, forward.cut = bucket, plan.gathers, cut
         if not forwards[0].draft_depth:
             self._last_pushes = self._pushes.get(0, ())
         for dp_rank, pushes in self._pushes.items():

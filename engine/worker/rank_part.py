@@ -83,7 +83,8 @@ def build_part(config: WorkerConfig, ops: Ops, parallel: Parallel, report: Repor
 
 def _takes_adapters(parallel: ParallelConfig) -> bool:
     has_rows_of_the_batch = parallel.dp_size == parallel.cp_size == parallel.ep_size == 1
-    return has_rows_of_the_batch and not parallel.sequence_parallel
+    is_split = parallel.sequence_parallel or parallel.dual_batch_overlap
+    return has_rows_of_the_batch and not is_split
 
 
 def _allocate(config: WorkerConfig, layout: KVLayout, num_blocks: int, ops: Ops) -> KVMemory:

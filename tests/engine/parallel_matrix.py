@@ -1,7 +1,7 @@
 """Families and the ways to spread them over ranks, for the tests of parallel engines."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -70,6 +70,7 @@ class Spread:
     moe_comm: str = "zero_redundancy"
     moe_exchange: str = "all_to_all"
     sequence_parallel: bool = False
+    dual_batch_overlap: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
@@ -78,7 +79,8 @@ class Spread:
     def __str__(self) -> str:
         parts = [f"tp{self.tp_size}", f"dp{self.dp_size}", f"ep{self.ep_size}"]
         parts += [self.moe_comm, self.moe_exchange] if self.ep_size > 1 else []
-        return " ".join(parts + ["scattered"] * self.sequence_parallel)
+        parts += ["scattered"] * self.sequence_parallel + ["in halves"] * self.dual_batch_overlap
+        return " ".join(parts)
 
 
 def all_spreads(*, is_sparse: bool) -> list[Spread]:
@@ -94,7 +96,8 @@ def all_spreads(*, is_sparse: bool) -> list[Spread]:
                         spreads.append(Spread(tp, dp, ep, moe_exchange="gather"))
             if tp > 1:
                 spreads.append(Spread(tp, dp, sequence_parallel=True))
-    return spreads
+    halved = [replace(s, dual_batch_overlap=True) for s in spreads if s.tp_size * s.ep_size > 1]
+    return spreads + halved
 
 
 # What runs every time: each kind of layer split each way, experts within and beyond a
@@ -111,4 +114,6 @@ QUICK_SPARSE = {
     *(Spread(2, 2, 4, comm) for comm in COMMS),
     Spread(2, 2, 4, moe_exchange="gather"),
     Spread(4, 2, 8),
+    Spread(dp_size=2, ep_size=2, dual_batch_overlap=True),
+    Spread(2, 2, 4, dual_batch_overlap=True),
 }

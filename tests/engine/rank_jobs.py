@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from engine.adapters import Adapters
-from engine.batch import BatchBuilder
+from engine.batch import BatchBuilder, KVBatch
 from engine.collectives import since
 from engine.config import MoEConfig, Quantization
+from engine.dual_batch import cut_of
 from engine.expert_balancer import BalanceStats
 from engine.layer_sharding import ShardedBytes
 from engine.layers.layer import named_weights, pack_weights
@@ -57,7 +58,7 @@ def greedy(
     """Of the prompts of this data-parallel rank, or of that one, in chunks, and then of a few
     tokens each: the logits at every token, and the tokens. Ranks without work run dummy rows.
     """
-    model = load(folder, select_ops("reference"), parallel)
+    model = _in_halves(load(folder, select_ops("reference"), parallel), parallel)
     parallel.step.gathers = parallel.config.moe_exchange == "gather"
     mine = parallel.config.dp_rank if dp_rank is None else dp_rank
     logits: list[Tensor] = []
@@ -108,6 +109,49 @@ def context_states(
 
 def _prompt(num_tokens: int) -> list[int]:
     return [t % 95 for t in random_token_ids(num_tokens, seed=num_tokens)]
+
+
+def _in_halves(model: CausalLM, parallel: Parallel) -> CausalLM:
+    """Every step of it, if the configuration says so."""
+
+    def divide(model: CausalLM, inputs: tuple[Tensor, Tensor, KVBatch, object]) -> None:
+        parallel.step.cut = cut_of(inputs[2].cu_seqlens_q)
+
+    if parallel.config.dual_batch_overlap:
+        model.register_forward_pre_hook(divide)
+    return model
+
+
+def pushed_layers(parallel: Parallel, folder: Path) -> tuple[list[int], list[str], bool]:
+    """Layers as they are said to be written, of a step in halves; the threads that computed o_proj,
+    in order; whether all the step's keys were there by then.
+    """
+    model = _in_halves(load(folder, select_ops("reference"), parallel), parallel)
+    builder, requests = _prompts(model, parallel)
+    batch = builder.build([ScheduledRequest(r, r.num_tokens) for r in requests])
+    pushed: list[int] = []
+    threads: list[str] = []
+    found = []
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.register_forward_hook(
+            lambda *_: threads.append(threading.current_thread().name)
+        )
+
+    def on_layer(layer_idx: int) -> None:
+        cache = batch.kv.k_caches[layer_idx].transpose(1, 2)  # [blocks, block_size, heads, D]
+        found.append(cache.flatten(0, 1)[batch.kv.slot_mapping.long()].isfinite().all())
+        pushed.append(layer_idx)
+
+    with torch.inference_mode():
+        model(batch.input_ids, batch.positions, batch.kv, on_layer)
+    return pushed, threads, all(found)
+
+
+def sharded_greedy(parallel: Parallel, folder: Path) -> tuple[list[Tensor], list[list[int]], int]:
+    """As `greedy`, and how many weights went from rank to rank."""
+    logits, token_ids = greedy(parallel, folder)
+    counts = parallel.counters.snapshot()
+    return logits, token_ids, sum(n for kind, (n, _) in counts.items() if "broadcast" in kind)
 
 
 def shared_threads(parallel: Parallel, folder: Path) -> set[str]:
@@ -217,7 +261,7 @@ def balanced_logits(
     """Logits of sequences whose tokens are far from evenly distributed, one a step; rows
     [steps, sparse layers] that this rank's experts computed in each step; what was moved.
     """
-    model = load(folder, select_ops("cpu"), parallel, quantization)
+    model = _in_halves(load(folder, select_ops("cpu"), parallel, quantization), parallel)
     cache = PoisonedCache(model, num_blocks=400, block_size=4, parallel=parallel)
     generator = torch.Generator().manual_seed(parallel.config.dp_rank)
     popularity = 1.0 / torch.arange(1, VOCAB_SIZE - 3)

@@ -173,7 +173,7 @@ def _hottest(counts: list[Tensor], steps: slice) -> Tensor:
     ("sizes", "quantization"),
     [
         ({"dp_size": 4, "ep_size": 4}, "none"),
-        ({"tp_size": 2, "dp_size": 2, "ep_size": 4}, "int8"),
+        ({"tp_size": 2, "dp_size": 2, "ep_size": 4, "dual_batch_overlap": True}, "int8"),
         ({"tp_size": 4, "ep_size": 4, "moe_comm": "allgather"}, "none"),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),

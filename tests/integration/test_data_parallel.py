@@ -59,16 +59,22 @@ def _over(**sizes: Any) -> dict[str, ParallelConfig]:
     return {"parallel": ParallelConfig(**{f"{name}_size": n for name, n in sizes.items()})}
 
 
+def _in_halves(**sizes: Any) -> dict[str, ParallelConfig]:
+    spread = _over(**sizes)["parallel"]
+    return {"parallel": replace(spread, dual_batch_overlap=True, dual_batch_min_rows=3)}
+
+
 @pytest.fixture(scope="module")
 def service(experts: Path) -> Iterator[Service]:
     """Prefill by TP 2; decode by DP 2 x TP 2 with EP 4 and few blocks, so that requests are
-    preempted.
+    preempted. Steps of several rows are computed in halves.
     """
+    prefiller, decoder = _in_halves(tp=2), _in_halves(dp=2, tp=2, ep=4)
     with Service(
         experts,
         worker={"block_size": 8},
-        prefiller=_over(tp=2),
-        decoder={**_over(dp=2, tp=2, ep=4), "num_blocks": 72, "max_num_seqs": 12},
+        prefiller=prefiller,
+        decoder={**decoder, "num_blocks": 72, "max_num_seqs": 12},
         proxy={"local_prefill_tokens": 8},
     ) as service:
         yield service
@@ -92,6 +98,8 @@ async def test_tokens_of_data_parallel_roles_that_differ_are_those_of_one_proces
     assert [p.num_dummy_steps for p in idle.pools] == [0, idle.num_steps]
     assert (await _generate_all(service, _PROMPTS)) == expected
     both = decoder.stats()
+    num_exchanges = max(c.num_calls for c in both.collectives if c.kind == "ep.all_to_all")
+    assert num_exchanges > 2 * 3 * both.num_steps, "no step was computed in halves"
     assert all(p.num_dummy_steps < both.num_steps for p in both.pools), "one did nothing"
     service.assert_idle()
     await asyncio.sleep(0.5)
@@ -150,7 +158,7 @@ async def test_tokens_are_the_same_while_experts_move_and_drafts_are_verified(
 ) -> None:
     expected = greedy_alone(experts, _PROMPTS, _NUM_TOKENS)
     eplb = EplbConfig(mode="dynamic", interval_steps=8, num_redundant_experts=4)
-    spread = replace(_over(dp=2, tp=2, ep=4)["parallel"], eplb=eplb, moe_exchange="gather")
+    spread = replace(_in_halves(dp=2, tp=2, ep=4)["parallel"], eplb=eplb, moe_exchange="gather")
     with Service(
         experts,
         worker={"speculation": "ngram", "num_draft_tokens": 3},
@@ -180,19 +188,27 @@ def _collectives(service: Service) -> dict[str, dict[tuple[str, ...], float]]:
 
 
 def test_collectives_of_every_rank_are_metrics(service: Service) -> None:
-    service.generate(_PROMPTS[2], max_tokens=4, ignore_eos=True)
     (decoder,) = service.of_role("decoder")
-    num_steps = decoder.stats().num_steps
-    # Two sparse layers of three exchanges; every rank takes part in every step.
-    wanted = {("ep.all_to_all", rank): 2 * 3 * num_steps for rank in "0123"}
-    wait_until(
-        lambda: wanted.items() <= _collectives(service)["calls"].items(), 5, "calls are shown"
-    )
 
-    def counted() -> dict[tuple[str, ...], float]:
-        return {(c.kind, str(c.rank)): c.num_bytes for c in decoder.stats().collectives}
+    def counted(name: str) -> dict[tuple[str, ...], float]:
+        return {(c.kind, str(c.rank)): getattr(c, name) for c in decoder.stats().collectives}
 
-    wait_until(lambda: _collectives(service)["bytes"] == counted(), 5, "and so are bytes")
+    def are_shown() -> bool:
+        shown = _collectives(service)
+        return shown["calls"] == counted("num_calls") and shown["bytes"] == counted("num_bytes")
+
+    def exchanges() -> set[float]:
+        """Of the ranks."""
+        return {n for (kind, _), n in counted("num_calls").items() if kind == "ep.all_to_all"}
+
+    service.generate(_PROMPTS[0], max_tokens=4, ignore_eos=True)
+    wait_until(lambda: len(exchanges()) == 1, 5, "every rank takes part in every step")
+    (before,), steps_before = exchanges(), decoder.stats().num_steps
+    service.generate(_PROMPTS[0], max_tokens=4, ignore_eos=True)
+    # Two sparse layers of three exchanges; single rows are not divided.
+    added = 2 * 3 * (decoder.stats().num_steps - steps_before)
+    wait_until(lambda: exchanges() == {before + added}, 5, "all ranks have counted")
+    wait_until(are_shown, 5, "what was counted is shown")
 
 
 @dataclass(frozen=True, slots=True)

@@ -251,6 +251,7 @@ def test_settings_of_expert_balance_that_do_not_fit_are_refused() -> None:
         (["decoder.eplb.mode=dynamic"], "decoder: eplb is on, and ep is 1"),
         (["decoder.eplb.num_redundant_experts=2"], "eplb.mode is off"),
         (["decoder.tp=2", "decoder.ep=2", "decoder.eplb.mode=static"], "eplb.file must name"),
+        (["decoder.dp=2", "decoder.dual_batch_overlap=true"], "with tp 1 and ep 1 no layer waits"),
         (["decoder.eplb.mode=on"], "decoder.eplb.mode: .* one of"),
         (["decoder.eplb.interval_steps=0"], "at least 1"),
     ):
