@@ -2,7 +2,8 @@
 
 Decode: a step must read every weight, and the keys and values of every context, once (bytes /
 bandwidth), and compute every product (operations / rate); the floor is the larger. Prefill:
-operations / rate. Bandwidth and rate are taken again before every row: the machine may be shared.
+operations / rate. The floor of a decode step's weights alone stands beside it. Bandwidth and rate
+are taken again before every row: the machine may be shared.
 "not the model" is what scheduling, batch building, sampling and messages take of a step.
 """
 
@@ -36,28 +37,33 @@ def main() -> None:
         graph_mode=arguments.graph_mode,
     )
     cost = Cost(engine.config, bytes_per_weight=4)
-    rows: dict[str, list[tuple[float, float, float]]] = {}
+    rows: dict[str, list[tuple[float, float, float, float]]] = {}
     for _ in range(arguments.rounds):
         for batch in BATCHES:
-            floor_s = Machine.measure().floor_s(*cost.decode(batch, CONTEXT))
+            machine = Machine.measure()
+            floor_s = machine.floor_s(*cost.decode(batch, CONTEXT))
+            weights_s = machine.floor_s(*cost.decode_weights(batch))
             times = engine.decode(batch, CONTEXT)
-            row = rows.setdefault(f"decode step, batch {batch}", [])
-            row.append((times.step_s, floor_s, times.other_s))
+            kv_mb = cost.kv_bytes(batch, CONTEXT) / 1e6
+            row = rows.setdefault(f"decode step, batch {batch}, {kv_mb:.0f} MB of KV", [])
+            row.append((times.step_s, floor_s, weights_s, times.other_s))
         floor_s = Machine.measure().floor_s(*cost.prefill(PREFILL_TOKENS))
         row = rows.setdefault(f"prefill of {PREFILL_TOKENS}", [])
-        row.append((engine.prefill_s(PREFILL_TOKENS), floor_s, 0.0))
+        row.append((engine.prefill_s(PREFILL_TOKENS), floor_s, floor_s, 0.0))
     machine = Machine.measure()
     print(
         f"{arguments.threads} threads, {machine.bytes_per_s / 1e9:.1f} GB/s, "
         f"{machine.operations_per_s / 1e9:.0f} GFLOP/s; medians of {arguments.rounds} rounds\n"
     )
-    print("| | measured ms | floor ms | ratio | not the model ms |\n|---|---|---|---|---|")
+    print("| | measured ms | floor ms | ratio | of weights alone | ratio | not the model ms |")
+    print("|---|---|---|---|---|---|---|")
     for name, row in rows.items():
-        step_s, floor_s, other_s = (statistics.median(values) for values in zip(*row, strict=True))
-        ratio = statistics.median(step / floor for step, floor, _ in row)
+        step_s, floor_s, weights_s, other_s = map(statistics.median, zip(*row, strict=True))
+        ratio = statistics.median(entry[0] / entry[1] for entry in row)
+        to_weights = statistics.median(entry[0] / entry[2] for entry in row)
         print(
             f"| {name} | {step_s * 1e3:.1f} | {floor_s * 1e3:.1f} | {ratio:.2f}x "
-            f"| {other_s * 1e3:.2f} |"
+            f"| {weights_s * 1e3:.1f} | {to_weights:.2f}x | {other_s * 1e3:.2f} |"
         )
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(json.dumps(rows, indent=2) + "\n")

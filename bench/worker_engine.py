@@ -73,10 +73,19 @@ class Cost:
     bytes_per_weight: float
 
     def decode(self, batch: int, context: int) -> tuple[float, float]:
-        """(bytes, operations) of a step."""
+        """(bytes, operations) of a step: of its weights, and of keys and values."""
+        num_bytes, num_operations = self.decode_weights(batch)
+        num_operations += batch * self._attention(context)
+        return num_bytes + self.kv_bytes(batch, context), num_operations
+
+    def decode_weights(self, batch: int) -> tuple[float, float]:
+        """(bytes, operations) of a step without attention."""
         weights = self._layer_weights() + self._head_weights()
-        num_bytes = self.bytes_per_weight * weights + batch * context * self._kv_bytes()
-        return num_bytes, 2 * batch * weights + batch * self._attention(context)
+        return self.bytes_per_weight * weights, 2 * batch * weights
+
+    def kv_bytes(self, batch: int, context: int) -> int:
+        """Keys and values that a step reads."""
+        return batch * context * self._kv_bytes_per_token()
 
     def prefill(self, tokens: int) -> tuple[float, float]:
         """(bytes, operations) of a whole prompt, the projection to the vocabulary once."""
@@ -92,7 +101,7 @@ class Cost:
     def _head_weights(self) -> int:
         return self.config.hidden_size * self.config.vocab_size
 
-    def _kv_bytes(self) -> int:
+    def _kv_bytes_per_token(self) -> int:
         return 4 * 2 * self.config.num_layers * self.config.num_kv_heads * self.config.head_dim
 
     def _attention(self, context: int) -> int:
@@ -144,8 +153,10 @@ class StepTimes:
 class BenchEngine:
     """An engine as a decoder builds it, colocated: it prefills too."""
 
-    def __init__(self, model: str, threads: int, **options: Any) -> None:
-        """options: fields of WorkerConfig."""
+    def __init__(
+        self, model: str, threads: int, make_forward: MakeForward | None = None, **options: Any
+    ) -> None:
+        """make_forward: how to run the model; None: by `graph_mode`. options: of WorkerConfig."""
         torch.set_num_threads(threads)
         path = resolve_model(model)
         self.config = load_model_config(path)
@@ -154,10 +165,10 @@ class BenchEngine:
         config = WorkerConfig(
             engine_id="bench", model_path=str(path), model_name=model, **(settings | options)
         )
-        graphs = graph_forward(config.graph_mode, _ignore)
+        make = make_forward or graph_forward(config.graph_mode, _ignore)
 
-        def make_forward(model: CausalLM, ops: Ops, memory: ForwardMemory) -> Forward:
-            return _TimedForward(graphs(model, ops, memory), model, self._watch)
+        def make_timed(model: CausalLM, ops: Ops, memory: ForwardMemory) -> Forward:
+            return _TimedForward(make(model, ops, memory), model, self._watch)
 
         start = Start(
             config=config,
@@ -168,7 +179,7 @@ class BenchEngine:
             launcher=LocalLauncher(),
             on_lost=lambda why: None,
         )
-        self.load_s = duration_s(lambda: self._build(start, make_forward))
+        self.load_s = duration_s(lambda: self._build(start, make_timed))
         self._numbers = random.Random(1)
 
     def _build(self, start: Start, make_forward: MakeForward) -> None:

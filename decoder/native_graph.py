@@ -32,6 +32,7 @@ class NativeBackend:
     def __init__(self) -> None:
         self._graphs = torch.classes.pdserve_cpu.Graphs()
         self.num_compiles = 0
+        self._numbers: dict[int, int] = {}
 
     def batch_sizes(self, max_num_seqs: int) -> Sequence[int]:
         """Every small size, then ever fewer; the last one holds max_num_seqs, up to 512."""
@@ -56,6 +57,7 @@ class NativeBackend:
             raise
         graphs, number = self._graphs, self._graphs.end()
         self.num_compiles += 1
+        self._numbers[len(batch.input_ids)] = number
         if graphs.num_tasks(number) != graphs.num_tasks(0):
             raise CaptureError(f"a batch of {len(batch.input_ids)} takes other ops than the first")
 
@@ -64,6 +66,11 @@ class NativeBackend:
             return hidden
 
         return replay
+
+    def profile(self, size: int) -> list[tuple[str, float]]:
+        """Replay the graph of a captured batch size: each kernel's C++ name and its seconds."""
+        times: list[tuple[str, float]] = self._graphs.profile(self._numbers[size])
+        return times
 
 
 class _OnlyRecordedOps(TorchFunctionMode):

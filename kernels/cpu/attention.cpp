@@ -6,6 +6,7 @@
 // output), and partials are folded in ascending tile order:
 //
 //   few rows (decode):  one item per tile, partials to a workspace, folded when all are done
+//                       (an only tile is folded at once)
 //   many rows (prefill): one item goes through all tiles and folds as it goes
 //
 // NOTE: both do the same arithmetic in the same order, so a row's result is the same bits in every
@@ -15,6 +16,7 @@
 // Flash-Decoding (split over keys).
 #include "kernels.h"
 #include "microkernel.h"
+#include "prefetch.h"
 #include "quantized_cache.h"
 
 #include <algorithm>
@@ -22,6 +24,7 @@
 #include <cstring>
 #include <memory>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace pdserve {
@@ -54,14 +57,13 @@ class Attention {
     plan();
     const auto num_items = static_cast<int64_t>(items_.size());
     const auto num_folds = static_cast<int64_t>(folds_.size());
-    // Tiles of decode rows are all alike, and a run of them on one thread can prefetch its next
-    // one.
+    // Tiles of decode rows are all alike, and there are many.
     const int64_t chunk =
-        has_whole_items_ ? 1 : std::clamp<int64_t>(num_items / (8 * num_threads()), 1, 16);
+        has_whole_items_ ? 1 : std::clamp<int64_t>(num_items / (4 * num_threads()), 1, 16);
     parallel_dynamic(num_items, chunk, [&](int64_t begin, int64_t end) {
       Scratch scratch(*this);
       for (int64_t i = begin; i < end; ++i)
-        compute(items_[i], i + 1 < end ? &items_[i + 1] : nullptr, scratch);
+        compute(items_[i], i + 1 < num_items ? &items_[i + 1] : nullptr, scratch);
     });
     parallel_dynamic(num_folds, 8, [&](int64_t begin, int64_t end) {
       Scratch scratch(*this);
@@ -95,6 +97,13 @@ class Attention {
     }
 
     float *q, *out, *partial, *keys, *values, *scores, *max, *sum, *tile_max, *tile_sum, *scales;
+    Prefetches ahead;  // what this tile's values, and the next tile, are read from
+
+    // The item whose first tile was prefetched by this thread; a hint, it may be gone.
+    static const Item*& foreseen() {
+      thread_local const Item* item = nullptr;
+      return item;
+    }
   };
 
   int64_t query_len(int64_t seq) const {
@@ -136,9 +145,18 @@ class Attention {
       else
         plan_whole(seq, item_queries);
     }
+    if (has_whole_items_) deal();
+  }
+
+  // The longest items first in both halves of the list, which threads begin with; see threads.h.
+  void deal() {
     std::stable_sort(items_.begin(), items_.end(), [](const Item& a, const Item& b) {
-      return a.num_queries * a.num_tiles > b.num_queries * b.num_tiles;  // the longest first
+      return a.num_queries * a.num_tiles > b.num_queries * b.num_tiles;
     });
+    std::vector<Item> dealt;
+    for (size_t first : {0, 1})
+      for (size_t i = first; i < items_.size(); i += 2) dealt.push_back(items_[i]);
+    items_ = std::move(dealt);
   }
 
   int64_t num_tiles(int64_t seq) const {
@@ -150,6 +168,10 @@ class Attention {
     if (queries == 0) return partials;
     const int64_t first_tile = first_seen(seq, 0) / kTileKeys;
     for (int64_t head = 0; head < args_.num_kv_heads; ++head) {
+      if (tiles == 1) {
+        items_.push_back({seq, head, 0, queries, first_tile, 1, nullptr});
+        continue;
+      }
       folds_.push_back({seq, head, 0, queries, first_tile, tiles, partials});
       for (int64_t tile = first_tile; tile < first_tile + tiles; ++tile) {
         items_.push_back({seq, head, 0, queries, tile, 1, partials});
@@ -176,39 +198,54 @@ class Attention {
     const int64_t rows = item.num_queries * group_;
     load_queries(item, s.q);
     if (!item.partials) reset(rows, s);
-    for (int64_t tile = item.first_tile; tile < item.first_tile + item.num_tiles; ++tile) {
+    const int64_t end_tile = item.first_tile + item.num_tiles;
+    for (int64_t tile = item.first_tile; tile < end_tile; ++tile) {
       const int64_t first_key = tile * kTileKeys;
-      const int64_t num_keys =
-          std::min(kTileKeys, limit(item.seq, item.first_query + item.num_queries - 1) - first_key);
-      load_keys(item, first_key, num_keys, s.keys);
-      const bool is_last = tile + 1 == item.first_tile + item.num_tiles;
-      Following next{is_last ? next_item : &item, 0};
-      if (next.item) next.first_key = (is_last ? next.item->first_tile : tile + 1) * kTileKeys;
-      for (int64_t row = 0; row < rows; row += kBlockRows) {
-        compute_block(item, first_key, row, std::min(kBlockRows, rows - row), next, s);
-        next.item = nullptr;
-      }
+      const int64_t num_keys = keys_of(item, tile);
+      s.ahead.clear();
+      if (tile == item.first_tile && Scratch::foreseen() != &item)
+        foresee(item, tile, args_.values, s.ahead);
+      if (tile + 1 < end_tile)
+        foresee(item, tile + 1, s.ahead);
+      else if (next_item)
+        foresee(*next_item, next_item->first_tile, s.ahead);
+      load_keys(item, first_key, num_keys, s);
+      for (int64_t row = 0; row < rows; row += kBlockRows)
+        compute_block(item, first_key, row, std::min(kBlockRows, rows - row), s);
     }
+    Scratch::foreseen() = next_item;
     if (!item.partials) store(item, s);
   }
 
-  // The key tile after this one, to be prefetched; no item: none.
-  struct Following {
-    const Item* item;
-    int64_t first_key;
-  };
-
-  // Where a tile's rows [key, ...) lie in a cache, if there are any.
-  const char* address(const Item& item, const CacheRows& cache, int64_t key) const {
-    if (key >= args_.context_lens[item.seq]) return nullptr;
-    int64_t row;
-    find_run(item, key, 1, row);
-    return reinterpret_cast<const char*>(values_of(cache) + row * cache.dim);
+  // Keys of a tile that some query of the item sees.
+  int64_t keys_of(const Item& item, int64_t tile) const {
+    const int64_t last_query = item.first_query + item.num_queries - 1;
+    return std::min(kTileKeys, limit(item.seq, last_query) - tile * kTileKeys);
   }
 
-  // One key tile for up to kBlockRows rows. Values are prefetched during the product with the keys,
-  // the next tile's keys during the product with the values.
-  void compute_block(const Item& item, int64_t first_key, int64_t row, int64_t rows, Following next,
+  void foresee(const Item& item, int64_t tile, Prefetches& ahead) const {
+    for (const QueryKey& part : args_.parts)
+      if (part.keys.dim > 0) foresee(item, tile, part.keys, ahead);
+    foresee(item, tile, args_.values, ahead);
+  }
+
+  void foresee(const Item& item, int64_t tile, const CacheRows& cache, Prefetches& ahead) const {
+    const int64_t first_key = tile * kTileKeys, num_keys = keys_of(item, tile);
+    for (int64_t key = 0; key < num_keys;) {
+      int64_t row;
+      const int64_t run = find_run(item, first_key + key, num_keys - key, row);
+      ahead.add(values_of(cache) + row * cache.dim, run * row_bytes(cache));
+      key += run;
+    }
+  }
+
+  static int64_t row_bytes(const CacheRows& cache) {
+    return cache.dim * static_cast<int64_t>(sizeof(T));
+  }
+
+  // One key tile for up to kBlockRows rows. Loading keys fetches as much as it reads, each of both
+  // products half of it: as they take a third of the time each.
+  void compute_block(const Item& item, int64_t first_key, int64_t row, int64_t rows,
                      Scratch& s) const {
     const int64_t last_query = item.first_query + (row + rows - 1) / group_;
     const int64_t num_keys = std::min(kTileKeys, limit(item.seq, last_query) - first_key);
@@ -216,18 +253,18 @@ class Attention {
       if (item.partials) std::fill_n(item.partials + row * (dim_ + 2), rows * (dim_ + 2), 0.f);
       return;
     }
+    const int64_t ahead_bytes = kTileCols * row_bytes(args_.values) / 2;
     for (int64_t key = 0; key < num_keys; key += kTileCols)
-      multiply_rows<kTileVecs>(
+      multiply_rows<kTileVecs, float, kSecondLevel>(
           {s.q + row * key_dim_, key_dim_, s.keys + key * key_dim_, kTileCols, key_dim_,
-           s.scores + key, kTileKeys, false,
-           row == 0 ? address(item, args_.values, first_key + key) : nullptr, sizeof(T)},
+           s.scores + key, kTileKeys, false, s.ahead.take(ahead_bytes), ahead_bytes},
           rows);
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t query = item.first_query + (row + r) / group_;
       softmax(s.scores + r * kTileKeys, first_seen(item.seq, query) - first_key,
               limit(item.seq, query) - first_key, num_keys, s.tile_max[r], s.tile_sum[r]);
     }
-    weigh_values(item, first_key, num_keys, rows, next, s);
+    weigh_values(item, first_key, num_keys, rows, s);
     for (int64_t r = 0; r < rows; ++r) {
       const float* partial = s.partial + r * dim_;
       if (item.partials) {
@@ -269,19 +306,20 @@ class Attention {
   }
 
   // Panels [kTileCols keys wide]: keys[panel][d][key], zero where there is no key.
-  void load_keys(const Item& item, int64_t first_key, int64_t num_keys, float* keys) const {
+  void load_keys(const Item& item, int64_t first_key, int64_t num_keys, Scratch& s) const {
+    float* keys = s.keys;
     for (int64_t panel = 0; panel < num_keys; panel += kTileCols) {
       const int64_t in_panel = std::min<int64_t>(kTileCols, num_keys - panel);
       for (const QueryKey& part : args_.parts) {
         if (part.keys.dim == 0) continue;
-        load_panel(item, part.keys, first_key + panel, in_panel, keys);
+        load_panel(item, part.keys, first_key + panel, in_panel, keys, s.ahead);
         keys += kTileCols * part.keys.dim;
       }
     }
   }
 
   void load_panel(const Item& item, const CacheRows& cache, int64_t first_key, int64_t num_keys,
-                  float* panel) const {
+                  float* panel, Prefetches& ahead) const {
     if (kIsQuantized && num_keys < kTileCols) std::fill_n(panel, kTileCols * cache.dim, 0.f);
     for (int64_t key = 0; key < num_keys;) {
       int64_t row;
@@ -290,9 +328,11 @@ class Attention {
       const int64_t room = kTileCols - key;
       if constexpr (kIsQuantized) {
         widen_transposed(rows, cache.scales + row, run, cache.dim, panel + key, kTileCols, room);
+        ahead.fetch(run * row_bytes(cache));
       } else {
         const int64_t padded = key + run == num_keys ? room : run;
-        transpose_padded(rows, cache.dim, run, cache.dim, panel + key, kTileCols, padded);
+        transpose_padded(rows, cache.dim, run, cache.dim, panel + key, kTileCols, padded,
+                         [&] { ahead.fetch(kLanes * kLanes * int64_t{sizeof(T)}); });
       }
       key += run;
     }
@@ -329,9 +369,8 @@ class Attention {
 
   // partial[rows, dim_] = scores[rows, num_keys] V; V in place where blocks are long enough.
   void weigh_values(const Item& item, int64_t first_key, int64_t num_keys, int64_t rows,
-                    Following next, Scratch& s) const {
+                    Scratch& s) const {
     const CacheRows& cache = args_.values;
-    const CacheRows& next_keys = args_.parts[0].keys;
     if constexpr (kIsQuantized) scale_weights(item, first_key, num_keys, rows, s);
     // Where many rows share them, bytes are widened once for all.
     const bool in_place =
@@ -341,11 +380,11 @@ class Attention {
       const int64_t run = find_run(item, first_key + key, num_keys - key, row);
       const T* values = values_of(cache) + row * cache.dim;
       if (in_place) {
-        const char* following =
-            next.item ? address(*next.item, next_keys, next.first_key + key) : nullptr;
-        multiply(ProductOf<T>{s.scores + key, kTileKeys, values, cache.dim, run, s.partial, dim_,
-                              key > 0, following, sizeof(T)},
-                 rows, dim_);
+        const int64_t ahead_bytes = run * row_bytes(cache) / 2;
+        multiply(
+            ProductOf<T, kSecondLevel>{s.scores + key, kTileKeys, values, cache.dim, run, s.partial,
+                                       dim_, key > 0, s.ahead.take(ahead_bytes), ahead_bytes},
+            rows, dim_);
       } else {
         for (int64_t i = 0; i < run; ++i)
           copy_wide(values + i * cache.dim, cache.dim, s.values + (key + i) * dim_);

@@ -344,8 +344,7 @@ Tensor embedding(const Tensor& token_ids, const Tensor& weight) {
 Tensor pack_weight(const Tensor& weight) {
   check_float(weight, "weight", 2);
   const int64_t cols = pdserve::panel_cols(), panels = (weight.size(0) + cols - 1) / cols;
-  Tensor packed =
-      pdserve::empty_in_huge_pages({panels, weight.size(1), cols}, weight.options());
+  Tensor packed = pdserve::empty_in_huge_pages({panels, weight.size(1), cols}, weight.options());
   pdserve::pack_weight(weight.const_data_ptr<float>(), weight.stride(0), weight.size(0),
                        weight.size(1), packed.mutable_data_ptr<float>());
   return packed;
@@ -433,6 +432,7 @@ TORCH_LIBRARY(pdserve_cpu, m) {
       .def("end", &pdserve::Graphs::end)
       .def("cancel", &pdserve::Graphs::cancel)
       .def("replay", &pdserve::Graphs::replay)
+      .def("profile", &pdserve::Graphs::profile)
       .def("num_tasks", &pdserve::Graphs::num_tasks)
       .def("num_recorded", &pdserve::Graphs::num_recorded);
   m.def("pack_weight(Tensor weight) -> Tensor");

@@ -2,8 +2,10 @@
 #include "graph.h"
 
 #include <ATen/ops/from_blob.h>
+#include <c10/util/Type.h>
 
 #include <algorithm>
+#include <chrono>
 #include <numeric>
 #include <utility>
 
@@ -84,6 +86,18 @@ void Graphs::cancel() {
 
 void Graphs::replay(int64_t graph) const {
   for (const Task& task : graphs_.at(graph).tasks) task();
+}
+
+std::vector<std::tuple<std::string, double>> Graphs::profile(int64_t graph) const {
+  std::vector<std::tuple<std::string, double>> times;
+  for (const Task& task : graphs_.at(graph).tasks) {
+    const auto start = std::chrono::steady_clock::now();
+    task();
+    const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - start;
+    // A task is a lambda, whose type is named after the function that it was written in.
+    times.emplace_back(c10::demangle(task.target_type().name()), taken.count());
+  }
+  return times;
 }
 
 int64_t Graphs::num_tasks(int64_t graph) const {

@@ -13,6 +13,8 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string>
+#include <tuple>
 #include <vector>
 
 namespace pdserve {
@@ -44,6 +46,8 @@ class Graphs : public torch::CustomClassHolder {
   // Ends the recording and forgets it.
   void cancel();
   void replay(int64_t graph) const;
+  // As replay; what each task is and how long it took, in seconds.
+  std::vector<std::tuple<std::string, double>> profile(int64_t graph) const;
   int64_t num_tasks(int64_t graph) const;
   // Tasks of the recording under way.
   int64_t num_recorded() const { return static_cast<int64_t>(recorded_.tasks.size()); }

@@ -43,9 +43,10 @@ void multiply_panel(const LinearArgs& args, int64_t panel, int64_t first_row, in
     // The next slice, or the next panel's first: panels lie one after the other. A single tile
     // streams through the panel once, which the hardware foresees better.
     const float* next = rows <= kTileRows ? nullptr : weight + (k + depth) * kTileCols;
-    multiply_rows<kTileVecs>({x + k, args.ld_x, weight + k * kTileCols, kTileCols, depth, out,
-                              ld_out, k > 0, reinterpret_cast<const char*>(next)},
-                             rows);
+    multiply_rows<kTileVecs>(
+        {x + k, args.ld_x, weight + k * kTileCols, kTileCols, depth, out, ld_out, k > 0,
+         reinterpret_cast<const char*>(next), depth * kTileCols * int64_t{sizeof(float)}},
+        rows);
   }
   if (args.bias) add_bias(args.bias + panel * kTileCols, rows, out, ld_out);
 }
@@ -74,7 +75,7 @@ void pack_weight(const float* weight, int64_t ld, int64_t out_features, int64_t 
     for (int64_t panel = begin; panel < end; ++panel) {
       const int64_t first = panel * kTileCols;
       transpose_padded(weight + first * ld, ld, std::min<int64_t>(kTileCols, out_features - first),
-                       in_features, packed + first * in_features, kTileCols, kTileCols);
+                       in_features, packed + first * in_features, kTileCols, kTileCols, [] {});
     }
   });
 }

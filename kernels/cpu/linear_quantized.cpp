@@ -101,7 +101,7 @@ void multiply_rows_of(const QuantizedLinearArgs& args, const uint8_t* panel, con
     const int64_t depth =
         read_and_keep[taken - 1](reader, {x + k, args.ld_x, out, ld_out, slice}, kSliceDepth);
     multiply_rows<kTileVecs>({x + taken * args.ld_x + k, args.ld_x, slice, kTileCols, depth,
-                              out + taken * ld_out, ld_out, k > 0, nullptr},
+                              out + taken * ld_out, ld_out, k > 0},
                              rows - taken);
     k += depth;
   }

@@ -13,8 +13,11 @@
 
 namespace pdserve {
 
+// Which cache to prefetch into: what is used next, or what a whole item of work lies before.
+constexpr int kFirstLevel = 3, kSecondLevel = 2;
+
 // B: float, or int8_t, which becomes float in registers.
-template <typename B>
+template <typename B, int Level = kFirstLevel>
 struct ProductOf {
   const float* a;
   int64_t ld_a;
@@ -23,16 +26,16 @@ struct ProductOf {
   int64_t depth;
   float* c;
   int64_t ld_c;
-  bool is_continued;                  // start from what is in c, else from zero
-  const char* next_b = nullptr;       // prefetched while this is computed, all of it over all rows
-  int64_t next_size = sizeof(float);  // bytes of an element there
+  bool is_continued;             // start from what is in c, else from zero
+  const char* next_b = nullptr;  // prefetched while this is computed, or null
+  int64_t next_bytes = 0;        // of it, over all rows and columns
 };
 
 using Product = ProductOf<float>;
 
-template <typename B, int Rows, int Vecs>
-void multiply_tile(const ProductOf<B>& product, int64_t prefetch_step) {
-  const ProductOf<B> p = product;
+template <typename B, int Level, int Rows, int Vecs>
+void multiply_tile(const ProductOf<B, Level>& product, int64_t prefetch_step) {
+  const ProductOf<B, Level> p = product;
   Register acc[Rows * Vecs];
   Register row[Vecs];
   Register scalar;
@@ -52,29 +55,31 @@ void multiply_tile(const ProductOf<B>& product, int64_t prefetch_step) {
   const B* b = p.b;
   const char* next_b = p.next_b;
   for (int64_t k = 0; k < p.depth; ++k, b += p.ld_b, next_b += prefetch_step) {
-    __builtin_prefetch(next_b);
-    if constexpr (Vecs * sizeof(Register) > 64) __builtin_prefetch(next_b + 64);
+    __builtin_prefetch(next_b, 0, Level);
+    if constexpr (Vecs * sizeof(Register) > 64) __builtin_prefetch(next_b + 64, 0, Level);
     c10::ForcedUnroll<Rows * Vecs>{}(multiply_add, p.a + k, b);
   }
   c10::ForcedUnroll<Rows * Vecs>{}(store);
 }
 
-template <typename B>
-using TileFn = void (*)(const ProductOf<B>&, int64_t);
+template <typename B, int Level>
+using TileFn = void (*)(const ProductOf<B, Level>&, int64_t);
 
-template <typename B, int Vecs, int... Rows>
-constexpr std::array<TileFn<B>, sizeof...(Rows)> tiles_of(std::integer_sequence<int, Rows...>) {
-  return {multiply_tile<B, Rows + 1, Vecs>...};
+template <typename B, int Level, int Vecs, int... Rows>
+constexpr std::array<TileFn<B, Level>, sizeof...(Rows)> tiles_of(
+    std::integer_sequence<int, Rows...>) {
+  return {multiply_tile<B, Level, Rows + 1, Vecs>...};
 }
 
 // Vecs * kLanes columns of the product, any number of rows.
-template <int Vecs, typename B = float>
-void multiply_rows(ProductOf<B> p, int64_t rows) {
-  static constexpr auto tiles = tiles_of<B, Vecs>(std::make_integer_sequence<int, kTileRows>());
+template <int Vecs, typename B = float, int Level = kFirstLevel>
+void multiply_rows(ProductOf<B, Level> p, int64_t rows) {
+  static constexpr auto tiles =
+      tiles_of<B, Level, Vecs>(std::make_integer_sequence<int, kTileRows>());
   const int64_t num_tiles = ceil_div<int64_t>(rows, kTileRows);
   // Each tile fetches its share. Without anything to fetch it touches what it reads anyway: an
   // unmapped address would cost a walk through the page tables each time.
-  const int64_t step = p.next_b ? Vecs * kLanes * p.next_size / num_tiles : 0;
+  const int64_t step = p.next_b ? p.next_bytes / (p.depth * num_tiles) : 0;
   if (!p.next_b) p.next_b = reinterpret_cast<const char*>(p.b);
   for (int64_t left = num_tiles; left > 0; --left) {
     // Even tiles: 7 + 6 rows keep more FMAs in flight than 12 + 1.
@@ -88,16 +93,17 @@ void multiply_rows(ProductOf<B> p, int64_t rows) {
 }
 
 // cols must be a multiple of kLanes.
-template <typename B = float>
-void multiply(ProductOf<B> p, int64_t rows, int64_t cols) {
+template <typename B = float, int Level = kFirstLevel>
+void multiply(ProductOf<B, Level> p, int64_t rows, int64_t cols) {
+  if (p.next_b) p.next_bytes = p.next_bytes * kTileCols / std::max<int64_t>(cols, kTileCols);
   for (; cols >= kTileCols; cols -= kTileCols) {
-    multiply_rows<kTileVecs>(p, rows);
-    if (p.next_b) p.next_b += kTileCols * p.next_size * p.depth;
+    multiply_rows<kTileVecs, B, Level>(p, rows);
+    if (p.next_b) p.next_b += p.next_bytes;
     p.b += kTileCols;
     p.c += kTileCols;
   }
   for (; cols > 0; cols -= kLanes) {
-    multiply_rows<1>(p, rows);
+    multiply_rows<1, B, Level>(p, rows);
     p.b += kLanes;
     p.c += kLanes;
   }

@@ -1,10 +1,11 @@
-// One job at a time, published in one word: its number, and how many of its chunks nobody has
-// taken.
+// One job at a time, published in one word: its number, and which of its chunks nobody has taken.
 //
-//   caller:  describe the job -> word = (number, chunks) -> wake who sleeps -> take chunks -> wait
-//   for
-//            the chunks that others took
-//   helper:  word has chunks? take one by decrementing it, run it : spin a while, then sleep
+//   caller:  describe the job -> word = (number, halves) -> wake who sleeps -> take chunks -> wait
+//            for the chunks that others took
+//   helper:  word has chunks? take one, run it : spin a while, then sleep
+//
+// Chunks are two halves. A thread takes those of its own half in ascending order, so that what it
+// prefetched past the end of one is the beginning of its next; then the other's, likewise.
 //
 // NOTE: what describes a job is read only by who holds one of its chunks, and the job cannot end
 // before that chunk does.
@@ -52,6 +53,29 @@ bool spin_until(const F& done) {
   return false;
 }
 
+// Of a job: the chunks [first[h], end[h]) of both halves.
+struct Chunks {
+  static constexpr int kBits = 12;
+  static constexpr uint64_t kMask = (1 << kBits) - 1;
+
+  uint64_t first[2], end[2];
+
+  static Chunks of(uint64_t word) {
+    return {{word & kMask, word >> 2 * kBits & kMask},
+            {word >> kBits & kMask, word >> 3 * kBits & kMask}};
+  }
+  uint64_t word(uint64_t job) const {
+    return job << 4 * kBits | end[1] << 3 * kBits | first[1] << 2 * kBits | end[0] << kBits |
+           first[0];
+  }
+  bool is_empty() const { return first[0] == end[0] && first[1] == end[1]; }
+
+  // There is one.
+  uint64_t take(int half) { return first[half] < end[half] ? first[half]++ : first[1 - half]++; }
+};
+
+static_assert(kMaxChunks == Chunks::kMask);
+
 struct alignas(64) Helper {
   std::atomic<int32_t> is_awake{1};
   std::atomic<bool> is_wanted{false};
@@ -93,9 +117,9 @@ class Pool {
     configure(num_threads() - 1);
     context_ = context;
     f_ = f;
-    num_chunks_ = num_chunks;
     unfinished_.store(static_cast<int32_t>(num_chunks), std::memory_order_relaxed);
-    word_.store(++job_ << 32 | static_cast<uint64_t>(num_chunks));
+    const auto end = static_cast<uint64_t>(num_chunks), half = (end + 1) / 2;
+    word_.store(Chunks{{0, half}, {half, end}}.word(++job_));
     int64_t wanted = num_chunks - 1;
     for (auto& helper : helpers_) {
       if (wanted == 0) break;
@@ -103,7 +127,7 @@ class Pool {
       helper->wake();
       --wanted;
     }
-    while (run_one()) {
+    while (run_one(0)) {
     }
     wait_for_others();
   }
@@ -127,18 +151,18 @@ class Pool {
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    std::thread([this, helper] {
+    std::thread([this, helper, half = static_cast<int>(helpers_.size() % 2)] {
 #if defined(__linux__)
       pthread_setname_np(pthread_self(), "pdserve-helper");
 #endif
-      help(*helper);
+      help(*helper, half);
     }).detach();
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
 
-  [[noreturn]] void help(Helper& self) {
+  [[noreturn]] void help(Helper& self, int half) {
     for (;;) {
-      while (self.may_run() && run_one()) {
+      while (self.may_run() && run_one(half)) {
       }
       if (self.may_run() && spin_until([&] { return has_chunks() || !self.may_run(); })) continue;
       self.is_awake.store(0);
@@ -148,14 +172,17 @@ class Pool {
     }
   }
 
-  bool has_chunks() const { return static_cast<uint32_t>(word_.load()) != 0; }
+  bool has_chunks() const { return !Chunks::of(word_.load()).is_empty(); }
 
-  bool run_one() {
-    uint64_t word = word_.load();
+  bool run_one(int half) {
+    uint64_t word = word_.load(), chunk;
+    Chunks left;
     do {
-      if (static_cast<uint32_t>(word) == 0) return false;
-    } while (!word_.compare_exchange_weak(word, word - 1));
-    f_(context_, num_chunks_ - static_cast<uint32_t>(word));
+      left = Chunks::of(word);
+      if (left.is_empty()) return false;
+      chunk = left.take(half);
+    } while (!word_.compare_exchange_weak(word, left.word(word >> 4 * Chunks::kBits)));
+    f_(context_, static_cast<int64_t>(chunk));
     // Sleeping is for when the system stopped a helper in the middle of a chunk.
     if (unfinished_.fetch_sub(1) == 1 && caller_sleeps_.load()) unfinished_.notify_all();
     return true;
@@ -176,7 +203,6 @@ class Pool {
   std::mutex caller_;
   const void* context_ = nullptr;
   ChunkFn f_ = nullptr;
-  int64_t num_chunks_ = 0;
   uint64_t job_ = 0;
   int64_t num_configured_ = -1;
   std::vector<std::unique_ptr<Helper>> helpers_;

@@ -23,10 +23,14 @@ int64_t num_threads();
 // other processes write; they must stay readable until they are replaced.
 void set_lent_threads(std::vector<const BusyFlag*> flags);
 
+// Of one region.
+constexpr int64_t kMaxChunks = 4095;
+
 using ChunkFn = void (*)(const void* context, int64_t chunk);
 
 // Calls f(context, i) once for each i in [0, num_chunks), from several threads; returns when all
-// are done. A region that is entered while another thread's runs has no helpers.
+// are done. A thread is likely to run chunk i + 1 after chunk i. A region that is entered while
+// another thread's runs has no helpers.
 void run_chunks(int64_t num_chunks, const void* context, ChunkFn f);
 
 }  // namespace pdserve

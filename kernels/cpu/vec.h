@@ -106,14 +106,18 @@ inline void transpose_block(const float* src, int64_t ld_src, float* dst, int64_
 #endif
 }
 
-// dst[c][r] = src[r][c] for r < rows, and 0 for rows <= r < padded_rows.
-inline void transpose_padded(const float* src, int64_t ld_src, int64_t rows, int64_t cols,
-                             float* dst, int64_t ld_dst, int64_t padded_rows) {
+// dst[c][r] = src[r][c] for r < rows, and 0 for rows <= r < padded_rows. Calls after_block()
+// between blocks of kLanes x kLanes.
+template <typename F>
+void transpose_padded(const float* src, int64_t ld_src, int64_t rows, int64_t cols, float* dst,
+                      int64_t ld_dst, int64_t padded_rows, const F& after_block) {
   const int64_t whole_cols = cols / kLanes * kLanes;
   int64_t r = 0;
   for (; r + kLanes <= rows; r += kLanes) {
-    for (int64_t c = 0; c < whole_cols; c += kLanes)
+    for (int64_t c = 0; c < whole_cols; c += kLanes) {
       transpose_block(src + r * ld_src + c, ld_src, dst + c * ld_dst + r, ld_dst);
+      after_block();
+    }
     for (int64_t c = whole_cols; c < cols; ++c)
       for (int64_t i = r; i < r + kLanes; ++i) dst[c * ld_dst + i] = src[i * ld_src + c];
   }
@@ -134,6 +138,7 @@ inline float max_lanes(const Vec& v) {
 template <typename F>
 void parallel_dynamic(int64_t count, int64_t chunk, const F& f) {
   if (count <= 0) return;
+  chunk = std::max(chunk, ceil_div(count, kMaxChunks));
   struct Region {
     int64_t count, chunk;
     const F& f;

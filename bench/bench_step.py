@@ -1,0 +1,89 @@
+"""Where the time of a decode step goes: each kernel of its graph, by name.
+
+Kernels are timed one by one in replays of the graph; "linear 0" to "linear 3" are the products of a
+layer in their order. The projection to the vocabulary is not part of the graph.
+"""
+
+import argparse
+import re
+import statistics
+from collections import defaultdict
+
+import torch
+from worker_engine import BenchEngine, duration_s
+
+from decoder.graph import GraphRunner
+from decoder.native_graph import NativeBackend
+from engine.models import CausalLM
+from engine.runner import ForwardMemory
+from kernels.ops import Ops
+
+ROUNDS = 9
+LINEARS_PER_LAYER = 4
+
+
+class Profiled:
+    """Makes the forward pass of an engine, and keeps what can be profiled."""
+
+    def __init__(self) -> None:
+        self.backend = NativeBackend()
+        self.models: list[CausalLM] = []
+
+    def make(self, model: CausalLM, ops: Ops, memory: ForwardMemory) -> GraphRunner:
+        """See `engine.runner.MakeForward`."""
+        self.models.append(model)
+        runner = GraphRunner(model, memory, self.backend)
+        runner.capture(lambda phase, progress: None)
+        return runner
+
+
+def kernel_name(symbol: str) -> str:
+    """The function that a task's lambda was written in."""
+    found = re.search(r"(\w+)\(.*\{lambda", symbol.replace("(anonymous namespace)::", ""))
+    return found[1] if found else symbol
+
+
+@torch.inference_mode()
+def vocabulary_s(model: CausalLM, hidden: torch.Tensor) -> float:
+    """How long the projection of these states takes."""
+    return statistics.median(duration_s(lambda: model.logits(hidden)) for _ in range(ROUNDS))
+
+
+def main() -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--context", type=int, default=96)
+    arguments = parser.parse_args()
+    profiled = Profiled()
+    engine = BenchEngine(
+        arguments.model, arguments.threads, profiled.make, kv_cache_bytes=1 << 30, max_num_seqs=64
+    )
+    print("| batch | kernel | calls | us a call | ms |\n|---|---|---|---|---|")
+    for batch in arguments.batch:
+        # NOTE: its last step is still in the buffers that graphs read.
+        step_s = engine.decode(batch, arguments.context).step_s
+        rounds = [profiled.backend.profile(batch) for _ in range(ROUNDS)]
+        times: dict[str, list[float]] = defaultdict(list)
+        num_linears = 0
+        for task in zip(*rounds, strict=True):
+            name = kernel_name(task[0][0])
+            if name == "linear":
+                name = f"linear {num_linears % LINEARS_PER_LAYER}"
+                num_linears += 1
+            times[name].append(statistics.median(seconds for _, seconds in task))
+        hidden = torch.randn(batch, engine.config.hidden_size)
+        times["vocabulary"] = [vocabulary_s(profiled.models[0], hidden)]
+        for name, taken in times.items():
+            total = sum(taken)
+            print(
+                f"| {batch} | {name} | {len(taken)} | {total / len(taken) * 1e6:.1f} "
+                f"| {total * 1e3:.2f} |"
+            )
+        print(f"| {batch} | a step of the engine | 1 | | {step_s * 1e3:.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
