@@ -7,6 +7,7 @@ import asyncio
 import importlib
 import json
 import os
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -77,8 +78,13 @@ class WorkerActor:
         else:
             self._worker = start(json.dumps(config), RayLauncher(group, config))
 
-    def info(self) -> Info:
-        """The worker's own report, and the node it is on."""
+    def info(self, rest_s: float = 0.0) -> Info:
+        """The worker's own report as of then, `rest_s` from now, and the node it is on.
+
+        NOTE: Ray's main thread looks for signals 100 times a second while it waits for a call, and
+        sleeps within one. So whoever wants to know something later had better ask now.
+        """
+        time.sleep(rest_s)
         return dict(self._worker.info()) | {"node": self._node}
 
     def stop(self) -> None:
@@ -147,13 +153,15 @@ class RayWorker:
     group: PlacementGroup | None = None
     """Where its ranks run, if there are several."""
 
-    async def info(self) -> Info:
-        """Ask for its state; waits while its constructor runs.
+    async def info(self, rest_s: float = 0.0) -> Info:
+        """Ask for its state `rest_s` from now; waits while its constructor runs.
+
+        Other calls wait for this one.
 
         Raises: ActorLost: the process died, Ray restarts it. ActorDead: gone for good.
         """
         try:
-            info: Info = await self.handle.info.remote()
+            info: Info = await self.handle.info.remote(rest_s)
         except ActorUnavailableError as error:
             raise ActorLost(_reason(error)) from None
         except RayActorError as error:

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -39,8 +39,11 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 class Controller:
     """The desired numbers, the workers, and the gRPC service over both; one event loop."""
 
-    def __init__(self, config: ControllerConfig) -> None:
+    def __init__(self, config: ControllerConfig, unwatched: threading.Event) -> None:
+        """unwatched: set while nobody watches."""
         self._config = config
+        self._unwatched = unwatched
+        self._num_watchers = 0
         self._ray = RayWorkers(config.namespace)
         self._desired_path = Path(config.desired_path)
         self._workers: dict[tuple[Role, int], ManagedWorker] = {}
@@ -82,6 +85,18 @@ class Controller:
         """The workers as they are now."""
         entries = [self._workers[key].entry for key in sorted(self._workers)]
         return worker_pb2.Membership(generation=self._generation, workers=entries)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """While somebody watches."""
+        self._num_watchers += 1
+        self._unwatched.clear()
+        try:
+            yield
+        finally:
+            self._num_watchers -= 1
+            if self._num_watchers == 0:
+                self._unwatched.set()
 
     async def memberships(self) -> AsyncIterator[worker_pb2.Membership]:
         """The current one, then one at each change, and as a heartbeat; for ever."""
@@ -196,8 +211,9 @@ class _Service(worker_pb2_grpc.ControllerServicer):
         self, request: worker_pb2.WatchRequest, context: _Context
     ) -> AsyncIterator[worker_pb2.Membership]:
         await self._authorize(context)
-        async for membership in self._controller.memberships():
-            yield membership
+        with self._controller.watched():
+            async for membership in self._controller.memberships():
+                yield membership
 
     async def GetStatus(
         self, request: worker_pb2.GetStatusRequest, context: _Context
@@ -241,8 +257,16 @@ class ControllerActor:
         self._runner = asyncio.Runner()
         self._loop = self._runner.get_loop()
         self._stopping = asyncio.Event()
+        self._unwatched = threading.Event()
         self._thread = threading.Thread(target=self._main, name="controller", daemon=True)
         self._thread.start()
+
+    def rest(self, duration_s: float) -> None:
+        """Sleep while there is a proxy that watches; for the reason see `WorkerActor.info`.
+
+        A service that ends begins with its proxy, so it does not wait for this.
+        """
+        self._unwatched.wait(duration_s)
 
     def stop(self, timeout_s: float) -> bool:
         """End every worker; returns whether they are gone within `timeout_s`."""
@@ -254,7 +278,7 @@ class ControllerActor:
     def _main(self) -> None:
         try:
             with self._runner as runner:
-                runner.run(Controller(self._config).run(self._stopping))
+                runner.run(Controller(self._config, self._unwatched).run(self._stopping))
         except Exception:
             # NOTE: exit, so that Ray starts a clean one; pause, so that it is no hot loop.
             _log.exception("controller failed: exiting")

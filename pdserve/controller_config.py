@@ -52,7 +52,7 @@ class ControllerConfig:
     """Pause between two questions to a ready worker; a broken connection ends it earlier."""
     starting_poll_s: float = 0.1
     """The same while it starts."""
-    heartbeat_s: float = 2.0
+    heartbeat_s: float = 4.0
     """Watchers get the membership at least so often."""
     silence_s: float = 10.0
     """A ready worker that does not answer for so long gets no new work."""

@@ -41,6 +41,7 @@ from pdserve.state import ServiceState, StateFolder, Status
 _START_TIMEOUT_S = 900.0
 _SUPERVISE_S = 0.2
 _CONTROLLER_CHECK_S = 2.0
+_NOTE_S = 10.0
 _CONTROLLER_LOST_S = 60.0
 _CONTROLLER_STOP_S = 5.0
 _PROXY_KILL_AFTER_S = 1.5
@@ -87,6 +88,7 @@ def run_service(plan: Plan, folder: StateFolder, console: Console) -> None:
 @dataclass(frozen=True, slots=True)
 class _Started:
     ray: RayConnection
+    controller: ControllerHandle
     client: ControllerClient
     proxy: ProxyProcess
     ports: Ports
@@ -131,7 +133,7 @@ class _Supervisor:
         stack.callback(self._end_proxy, proxy)
         client = stack.enter_context(connect(self.plan.controller_address, self.plan.token))
         ports = self._wait_until_ready(client, proxy, progress)
-        return _Started(ray_connection, client, proxy, ports)
+        return _Started(ray_connection, controller, client, proxy, ports)
 
     @property
     def _config(self) -> ServiceConfig:
@@ -263,22 +265,28 @@ class _Supervisor:
         Raises: ServiceLost: Ray is gone, or nobody has heard of the controller for long.
         """
         heard_s = asked_s = time.monotonic()
+        noted_s, generation = heard_s, -1
         self._note_processes()
         while not self.stopping.wait(_SUPERVISE_S):
             started.proxy.supervise()
             now_s = time.monotonic()
             if now_s - asked_s >= _CONTROLLER_CHECK_S:
                 asked_s = now_s
-                self._note_processes()
+                started.controller.rest(_CONTROLLER_CHECK_S)
                 started.proxy.note_answer(is_responsive(host, started.ports.http_port))
                 if not started.ray.is_alive():
                     raise ServiceLost("Ray has ended: stopping")
                 try:
-                    started.client.status()
+                    status = started.client.status()
                 except ControllerError as error:
                     _log.warning("%s", error)
                 else:
                     heard_s = now_s
+                    is_changed = status.membership.generation != generation
+                    generation = status.membership.generation
+                    if is_changed or now_s - noted_s >= _NOTE_S:
+                        noted_s = now_s
+                        self._note_processes()
             if now_s - heard_s >= _CONTROLLER_LOST_S:
                 raise ServiceLost(f"no controller for {_CONTROLLER_LOST_S:.0f} s: stopping")
 

@@ -137,7 +137,7 @@ class ManagedWorker:
                     if info["state"] in ("failed", "stopped"):
                         return str(info["error"]) or f"is {info['state']}"
                     self._adopt(info)
-            await self._pause()
+            await self._pause(actor)
 
     async def _ask(self, actor: RayWorker) -> Info | None:
         """Its state, or None if it does not answer now; the question then stays open."""
@@ -198,12 +198,14 @@ class ManagedWorker:
             with suppress(ProcessLookupError):
                 os.kill(self.entry.pid, signal.SIGKILL)
 
-    async def _pause(self) -> None:
-        """Wait for the next question; a ready worker's broken connection ends the wait."""
+    async def _pause(self, actor: RayWorker) -> None:
+        """Wait for the next answer; a ready worker's broken connection ends the wait."""
         if self.entry.state not in _READY_STATES:
             await self._close_channel()
             await asyncio.sleep(self._config.starting_poll_s)
             return
+        if self._info_task is None:
+            self._info_task = asyncio.ensure_future(actor.info(self._config.poll_s))
         channel = self._open_channel()
         with suppress(TimeoutError):
             async with asyncio.timeout(self._config.poll_s):

@@ -31,6 +31,13 @@ class ProcessId:
         except (FileNotFoundError, ProcessLookupError):
             return ""
 
+    def arguments(self) -> list[str]:
+        """Its command line; empty if it is gone."""
+        try:
+            return Path(f"/proc/{self.pid}/cmdline").read_bytes().decode().split("\0")[:-1]
+        except (FileNotFoundError, ProcessLookupError):
+            return []
+
     def kill(self) -> None:
         """End it at once if it still runs."""
         if self.is_alive():

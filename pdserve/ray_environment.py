@@ -7,6 +7,15 @@ _LEAN = {
     # Nobody reads these here, and Ray wakes up to gather them.
     "RAY_enable_metrics_collection": "0",
     "RAY_task_events_report_interval_ms": "0",
+    # Of one node that runs a handful of actors nothing changes ten times a second.
+    "RAY_raylet_report_resources_period_milliseconds": "1000",
+    "RAY_raylet_check_gc_period_milliseconds": "2000",
+    "RAY_kill_idle_workers_interval_ms": "5000",
+    "RAY_report_worker_backlog_interval_ms": "10000",
+    "RAY_gcs_pull_resource_loads_period_milliseconds": "10000",
+    "RAY_core_worker_internal_heartbeat_ms": "5000",
+    "RAY_object_manager_timer_freq_ms": "1000",
+    "RAY_memory_monitor_refresh_ms": "2000",
 }
 """For a Ray that serves nothing but this service."""
 

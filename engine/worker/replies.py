@@ -10,7 +10,7 @@ from engine.worker.session import Outbox
 from engine.worker.step import Emitted, group_by_session
 from protos import worker_pb2
 
-_STATS_INTERVAL_S = 1.0
+_STATS_INTERVAL_S, _IDLE_STATS_INTERVAL_S = 1.0, 2.5
 
 
 class Replies:
@@ -69,11 +69,12 @@ class Replies:
         self._outbox.send(queued)
 
     def stats_due(self) -> bool:
-        """Whether stats should go out now: every second, and when the worker turns idle or busy."""
+        """Whether stats should go out now: every second or, while idle, every 2.5; at changes."""
         is_idle, now_s = len(self._leases) == 0, time.monotonic()
         if now_s < self._next_stats_s and is_idle == self._was_idle:
             return False
-        self._next_stats_s, self._was_idle = now_s + _STATS_INTERVAL_S, is_idle
+        interval_s = _IDLE_STATS_INTERVAL_S if is_idle else _STATS_INTERVAL_S
+        self._next_stats_s, self._was_idle = now_s + interval_s, is_idle
         return True
 
     def stats(self, stats: worker_pb2.WorkerStats) -> None:
