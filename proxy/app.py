@@ -78,6 +78,8 @@ def create_app(service: Service) -> ASGIApp:
             Exception: _defect,
         },
     )
+    # A redirect would name a scheme and a host that only a proxy before us knows.
+    app.router.redirect_slashes = False
     guarded: ASGIApp = _Gate(app, service)
     if not service.config.cors_origins:
         return guarded
@@ -101,7 +103,7 @@ class _Gate:
         """Answer 401, or pass the request on."""
         if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS:
             values = [value for name, value in scope["headers"] if name == b"authorization"]
-            authorization = values[0].decode("latin-1") if len(values) == 1 else None
+            authorization = values[0].decode(errors="surrogateescape") if len(values) == 1 else None
             try:
                 scope["account"] = self._service.accounts.authenticate(authorization)
             except Unauthenticated as error:
@@ -289,7 +291,7 @@ async def _proxy_error(request: Request, error: Exception) -> Response:
 async def _http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        return _error_response(RouteNotFound(f"no route {request.url.path[:200]}"))
+        return _error_response(RouteNotFound(f"no route {request.scope['path'][:200]}"))
     if error.status_code == 405:
         response = _error_response(
             MethodNotAllowed(f"{request.method} is not allowed on {request.url.path[:200]}")

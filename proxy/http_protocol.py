@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import orjson
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -42,12 +43,13 @@ class WriteGate:
 class ChunkWriter:
     """Writes pieces of a body that has begun, without a coroutine for each of them."""
 
-    __slots__ = ("_cycle", "_gate", "_transport")
+    __slots__ = ("_cycle", "_gate", "_is_unbounded", "_transport")
 
     def __init__(self, cycle: RequestResponseCycle, gate: WriteGate) -> None:
         self._cycle = cycle
         self._gate = gate
         self._transport = cycle.transport
+        self._is_unbounded = False
 
     @property
     def is_usable(self) -> bool:
@@ -56,6 +58,16 @@ class ChunkWriter:
         return bool(
             cycle.response_started and cycle.chunked_encoding and not cycle.response_complete
         )
+
+    def expect(self, message: Message) -> None:
+        """Let a body of unknown length pass without chunks; called before each of its messages."""
+        cycle = self._cycle
+        if message["type"] == "http.response.start":
+            if all(name != b"content-length" for name, _ in message.get("headers", ())):
+                cycle.chunked_encoding = cycle.keep_alive = False
+                self._is_unbounded = True
+        elif self._is_unbounded:
+            cycle.expected_content_length = len(message.get("body", b""))
 
     def write(self, data: bytes) -> bool:
         """Write a piece while usable; False, and nothing is written: it has to go by the ASGI way.
@@ -66,6 +78,29 @@ class ChunkWriter:
             return False
         self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return True
+
+
+class WithoutChunks:
+    """Lets an application answer clients of HTTP/1.0, such as nginx by default, as they expect.
+
+    They know no chunks: the body of a stream ends where the connection does.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the application."""
+        writer = scope.get("extensions", {}).get(CHUNK_WRITER)
+        if scope.get("http_version") != "1.0" or writer is None:
+            await self._app(scope, receive, send)
+            return
+
+        async def send_plain(message: Message) -> None:
+            writer.expect(message)
+            await send(message)
+
+        await self._app(scope, receive, send_plain)
 
 
 _UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)

@@ -15,7 +15,7 @@ import uvicorn
 from proxy.app import create_app
 from proxy.config import ProxyConfig
 from proxy.garbage import collect_at_leisure, freeze_started
-from proxy.http_protocol import BoundedHttpProtocol
+from proxy.http_protocol import BoundedHttpProtocol, WithoutChunks
 from proxy.rpc import RpcServer
 from proxy.service import Service
 from proxy.tokenizer import Tokenizer
@@ -66,7 +66,7 @@ class ProxyServer:
         """Set once both ports accept connections."""
         self._http = _HttpServer(
             uvicorn.Config(
-                create_app(self.service),
+                WithoutChunks(create_app(self.service)),
                 lifespan="off",
                 log_config=None,
                 log_level="warning",

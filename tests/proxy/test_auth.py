@@ -130,6 +130,15 @@ async def test_everything_but_probes_needs_a_key(stand: StandFactory) -> None:
             assert (await good.completions.create(**BODY)).choices[0].text
 
 
+async def test_a_key_may_hold_any_character(stand: StandFactory) -> None:
+    async with stand(api_key_hashes=(hash_key("schlüssel-日本"),)) as proxy:
+        for key, status in (("schlüssel-日本", 200), ("schlüssel-日", 401)):
+            headers = {b"authorization": b"Bearer " + key.encode()}
+            assert (await proxy.http.get("/v1/models", headers=headers)).status_code == status
+        headers = {b"authorization": b"Bearer \xff\xfe"}
+        assert (await proxy.http.get("/v1/models", headers=headers)).status_code == 401
+
+
 async def test_grpc_needs_the_same_key(stand: StandFactory) -> None:
     async with (
         stand(api_key_hashes=(hash_key(KEY),)) as proxy,

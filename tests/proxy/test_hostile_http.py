@@ -184,6 +184,31 @@ async def test_pipelined_requests_are_answered_in_order(stand: StandFactory) -> 
         await proxy.until_idle()
 
 
+@pytest.mark.parametrize("more", [(), ("Connection: keep-alive",)])
+async def test_clients_of_http_1_0_get_no_chunks(
+    stand: StandFactory, more: tuple[str, ...]
+) -> None:
+    async with stand() as proxy:
+        body = STREAM.replace(b'"max_tokens": 2', b'"max_tokens": 40')
+        head, _, events = (
+            (await raw(proxy, post(body, *more).replace(b"HTTP/1.1", b"HTTP/1.0")))
+            .replace(b"\r\n", b"\n")
+            .partition(b"\n\n")
+        )
+        assert b"transfer-encoding" not in head.lower()
+        lines = [line for line in events.decode().split("\n\n") if line]
+        assert all(line.startswith("data: ") for line in lines)
+        assert lines.pop() == "data: [DONE]"
+        choices = [json.loads(line[6:])["choices"][0] for line in lines]
+        assert choices[-1]["finish_reason"] == "length"
+        whole = await proxy.http.post(TEXT, content=body.replace(b"true", b"false"))
+        text = whole.json()["choices"][0]["text"]
+        assert "".join(choice["text"] for choice in choices) == text
+        bounded = await raw(proxy, post(GOOD, *more).replace(b"HTTP/1.1", b"HTTP/1.0"))
+        assert b"content-length" in bounded
+        await proxy.until_idle()
+
+
 async def test_bodies_in_chunks_and_drops_are_read(stand: StandFactory) -> None:
     chunks = b"".join(b"%x\r\n%b\r\n" % (1, bytes([byte])) for byte in GOOD) + b"0\r\n\r\n"
     head = post(b"", "Transfer-Encoding: chunked", CLOSE, length=False)
@@ -286,6 +311,7 @@ async def test_clients_that_stop_sending_are_ended(
         (f"/v1/models/{'x' * 20_000}", 404),
         (f"/v1/models/{MODEL}?a=b&a=%zz", 200),
         ("/%e2%82%ac", 404),
+        ("/v1/completions/", 404),
     ],
 )
 async def test_strange_paths(stand: StandFactory, path: str, status: int) -> None:
