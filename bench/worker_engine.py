@@ -21,6 +21,7 @@ from engine.batch import Batch
 from engine.config import ModelConfig
 from engine.layers.attention import OnLayer
 from engine.models import CausalLM
+from engine.pipeline import Pipeline
 from engine.request import Request, SamplingParams
 from engine.runner import Forward, ForwardMemory, MakeForward
 from engine.weights import load_model_config
@@ -211,9 +212,32 @@ class BenchEngine:
             num_tokens = sum(entry.num_tokens for entry in scheduled)
             yield num_tokens, step_s, step_s - (self._watch.total_s - model_s)
 
-    def decode(self, batch: int, context: int, num_steps: int = 24) -> StepTimes:
+    def run_ahead(self) -> Iterator[tuple[int, float, float]]:
+        """The same where each step is launched while the one before it runs; with the engine's
+        option async_scheduling.
+        """
+        steps, scheduler = self.engine.steps, self.engine.pools[0].scheduler
+        ahead = steps.ahead
+        assert ahead is not None, "async_scheduling is off"
+        pipeline = Pipeline(
+            ahead, steps, lambda: scheduler.schedule().scheduled, scheduler.schedule_ahead
+        )
+        model_s, started_s = self._watch.total_s, time.perf_counter()
+        while scheduler.has_work or ahead.num_under_way:
+            emitted = pipeline.step()
+            for _, message in group_by_session(emitted or [], lambda key: 1):
+                message.SerializeToString()
+            if emitted:
+                step_s = time.perf_counter() - started_s
+                yield len(emitted), step_s, step_s - (self._watch.total_s - model_s)
+                model_s, started_s = self._watch.total_s, time.perf_counter()
+
+    def decode(
+        self, batch: int, context: int, num_steps: int = 24, *, is_ahead: bool = False
+    ) -> StepTimes:
         """Steps in which `batch` requests decode with about `context` keys each.
 
+        is_ahead: see `run_ahead`; what is not the model then overlaps with it, down to below zero.
         Their prompts are not computed: what the cache holds makes no difference to the time.
         """
         for request in self.requests(batch, context - num_steps // 2, num_steps):
@@ -221,7 +245,7 @@ class BenchEngine:
             assert blocks.allocate(request, request.num_tokens), "the cache is full"
             request.num_computed_tokens = request.num_tokens - 1
             self.engine.pools[0].scheduler.add_running(request)
-        steps = list(self.run())
+        steps = list(self.run_ahead() if is_ahead else self.run())
         assert all(num_tokens == batch for num_tokens, _, _ in steps), "not all steps are decodes"
         return StepTimes(*(statistics.median(step[i] for step in steps) for i in (1, 2)))
 

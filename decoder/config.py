@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
 
+from engine.config import AsyncScheduling
 from engine.parallel_config import EplbConfig, MoEComm, MoEExchange, SharedExperts
 
 
@@ -51,6 +52,8 @@ class DecoderConfig:
     requests that lost KV."""
     graph_mode: Literal["auto", "eager", "native", "torchair", "aclgraph"] = "auto"
     """auto replays captured decode steps where the kernels can; eager never does."""
+    async_scheduling: AsyncScheduling = "auto"
+    """Prepare the next step while one runs: auto does on NPUs, off never, on always."""
     max_num_waiting: Annotated[int, Ge(1), Le(1 << 20)] = 1024
     """Bound of the queue, of requests that wait for blocks included."""
 

@@ -216,8 +216,9 @@ class _StaticBatch:
         self._input_ids[:num_seqs] = batch.input_ids
         self._positions[:num_seqs] = batch.positions
         self._slots[:num_seqs] = kv.slot_mapping
-        self._contexts[:num_seqs] = kv.context_lens
-        self._table[:num_seqs, : kv.block_table.shape[1]] = kv.block_table
+        self._contexts[:num_seqs].copy_(kv.context_lens, non_blocking=True)
+        width = min(kv.block_table.shape[1], self._table.shape[1])
+        self._table[:num_seqs, :width] = kv.block_table[:, :width]
         if num_seqs < size:
             self._input_ids[num_seqs:size] = 0
             self._positions[num_seqs:size] = 0

@@ -2,6 +2,7 @@
 
     Reserve --the least loaded data-parallel rank--> DecodePool of that rank
     step: events --> schedule every pool --> one forward pass of all ranks --> tokens
+          with async_scheduling, tokens are those of the step before; see engine.pipeline
 
 One thread owns everything. Other threads put events into the inbox; answers leave through the
 outbox. While no pool has anything to compute, no rank does anything.
@@ -11,6 +12,7 @@ import logging
 from collections.abc import Sequence
 
 from decoder.pool import DecodePool
+from engine.pipeline import Pipeline
 from engine.prefix_tiers import TierEvent
 from engine.request import Request, RequestKey
 from engine.worker.assembly import Engine
@@ -18,6 +20,7 @@ from engine.worker.balance import least_loaded
 from engine.worker.convert import key_from_proto
 from engine.worker.inbox import Inbox, SessionClosed, SessionMessage, StatsQuery, Stop
 from engine.worker.intake import Intake
+from engine.worker.step import Emitted
 from kvtransfer.connector import KVArrived, KVFailed, KVQuiet, ReceiveEvent
 from protos import worker_pb2
 
@@ -42,6 +45,12 @@ class DecodeLoop:
         """pools: by data-parallel rank."""
         self._pools = pools
         self._steps = engine.steps
+        self._pipeline: Pipeline[Emitted] | None = None
+        if self._steps.ahead is not None:
+            own = pools[0]
+            self._pipeline = Pipeline(
+                self._steps.ahead, self._steps, own.schedule, own.schedule_ahead
+            )
         self._counters = engine.counters
         self._intake = intake
         self._replies = intake.replies
@@ -67,20 +76,26 @@ class DecodeLoop:
         for pool in self._pools:
             for key, _ in self._intake.overdue(pool.entries):
                 pool.end(key)
-        scheduled = [pool.schedule() for pool in self._pools]
-        self._progressed = any(scheduled)
-        if self._progressed:
-            emitted = self._steps.run(scheduled)
+        emitted = self._run_step()
+        self._progressed = emitted is not None
+        if emitted is None:
+            self._steps.idle()
+        else:
             self._replies.tokens(emitted)
             for request, _ in emitted:
                 if request.finish_reason is not None:
                     self._release(request.key)
-        else:
-            self._steps.idle()
         if self._replies.stats_due():
             self._replies.stats(self._stats())
             self._intake.publish_kv()
         self._replies.flush()
+
+    def _run_step(self) -> list[Emitted] | None:
+        """What a step gave, one that was launched before perhaps; None: there is none to run."""
+        if self._pipeline is not None:
+            return self._pipeline.step()
+        scheduled = [pool.schedule() for pool in self._pools]
+        return self._steps.run(scheduled) if any(scheduled) else None
 
     def _dispatch(self, event: DecodeEvent) -> None:
         match event:

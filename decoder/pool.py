@@ -104,10 +104,13 @@ class DecodePool:
 
     def schedule(self) -> list[ScheduledRequest]:
         """What the next step computes; blocks that are free go to reservations first."""
-        self._prefill_fetched(self._tiers.overdue())
-        self._admit_pending()
-        self._replies.flush()
+        self._take_in()
         return self._scheduler.schedule().scheduled
+
+    def schedule_ahead(self) -> list[ScheduledRequest] | None:
+        """`schedule` while a step runs; see Scheduler.schedule_ahead."""
+        self._take_in()
+        return self._scheduler.schedule_ahead()
 
     def activate(self, key: RequestKey, message: worker_pb2.Activate) -> None:
         """The first token of a reserved request is known: decode once its KV is here."""
@@ -190,6 +193,11 @@ class DecodePool:
             allocated = self._blocks.allocate(request, request.num_tokens)
             assert allocated, f"{key} held blocks for all its tokens"
             self._compute(request)
+
+    def _take_in(self) -> None:
+        self._prefill_fetched(self._tiers.overdue())
+        self._admit_pending()
+        self._replies.flush()
 
     def _admit_pending(self) -> None:
         """Give blocks to reservations, in order; one that does not fit holds up those behind it."""

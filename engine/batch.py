@@ -5,15 +5,14 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.block_table import BlockTable, GrowableArray, Int32s, MakeInts, plain_ints
 from engine.request import Request
 from engine.scheduler import ScheduledRequest
+from kernels.device_queue import DeviceQueue
 from kernels.kv_cache import KVCache
-
-Int32s = npt.NDArray[np.int32]
 
 MAX_DECODE_QUERIES = 8
 """A sequence with this many tokens in a step, or fewer, is computed as a decode."""
@@ -109,43 +108,44 @@ class Span:
 
     @classmethod
     def of(cls, entry: ScheduledRequest) -> "Span":
-        """The next tokens of a scheduled request, and its drafts."""
+        """The next tokens of a scheduled request, and its drafts; 0 for tokens still unknown."""
         request = entry.request
-        token_ids = request.token_ids[request.num_computed_tokens : entry.stop]
+        token_ids = request.token_ids[entry.start : entry.stop]
         return cls(
             request,
-            request.num_computed_tokens,
-            token_ids + entry.draft_token_ids,
+            entry.start,
+            token_ids + [0] * entry.num_unknown + entry.draft_token_ids,
             1 + entry.num_drafts if entry.samples else 0,
         )
 
 
-class GrowableArray:
-    """An int32 buffer that is handed out from its start and only ever grows."""
-
-    def __init__(self, capacity: int) -> None:
-        self._array: Int32s = np.zeros(capacity, np.int32)
-
-    def take(self, size: int) -> Int32s:
-        """A view on the first `size` elements; contents are those of the last use."""
-        if size > len(self._array):
-            self._array = np.zeros(max(size, 2 * len(self._array)), np.int32)
-        return self._array[:size]
-
-
 class BatchBuilder:
-    """Lays scheduled requests out as a `Batch`; its tensors are valid until the next `build`."""
+    """Lays scheduled requests out as a `Batch`; its tensors are valid until the next `build`.
+
+    Its buffers stay, and what did not change since the last batch is not written again.
+    """
 
     def __init__(
-        self, k_caches: Sequence[KVCache], v_caches: Sequence[KVCache], block_size: int
+        self,
+        k_caches: Sequence[KVCache],
+        v_caches: Sequence[KVCache],
+        block_size: int,
+        queue: DeviceQueue | None = None,
     ) -> None:
+        """queue: for batches that are brought to the device while it runs what came before."""
+        make_ints: MakeInts = plain_ints if queue is None else queue.host_ints
         self._k_caches = k_caches
         self._v_caches = v_caches
         self._block_size = block_size
         self._device = next((cache.device for cache in k_caches), torch.device("cpu"))
-        self._tokens, self._positions, self._slots = (GrowableArray(2048) for _ in range(3))
-        self._starts, self._contexts, self._samples = (GrowableArray(65) for _ in range(3))
-        self._table = GrowableArray(4096)
+        self._queue = queue
+        self._tokens, self._positions, self._slots = (
+            GrowableArray(2048, make_ints) for _ in range(3)
+        )
+        self._starts, self._contexts, self._samples = (
+            GrowableArray(65, make_ints) for _ in range(3)
+        )
+        self._table = BlockTable(make_ints)
 
     def build(self, scheduled: Sequence[ScheduledRequest]) -> Batch:
         """Lay out the next `num_tokens` tokens of each request, which holds their blocks."""
@@ -166,7 +166,7 @@ class BatchBuilder:
         positions = self._positions.take(num_tokens)
         positions[:] = np.arange(num_tokens, dtype=np.int32)
         positions += np.repeat(computed - starts[:-1], seqlens)
-        table = self._block_table(spans, -(-contexts // size))
+        table, table_tensor = self._block_table(spans, -(-contexts // size))
         slots = self._slots.take(num_tokens)
         rows = np.repeat(np.arange(n, dtype=np.int32), seqlens)
         slots[:] = table[rows, positions // size] * size + positions % size
@@ -181,19 +181,20 @@ class BatchBuilder:
         kv = KVBatch(
             k_caches=self._k_caches,
             v_caches=self._v_caches,
-            slot_mapping=self._placed(slots),
-            block_table=self._placed(table),
-            cu_seqlens_q=torch.from_numpy(starts),
-            context_lens=torch.from_numpy(contexts),
+            slot_mapping=self._placed(self._slots.tensor(num_tokens)),
+            block_table=self._placed(table_tensor),
+            cu_seqlens_q=self._starts.tensor(n + 1),
+            context_lens=self._contexts.tensor(n),
             max_seqlen_q=int(seqlens.max()),
             num_decode_seqs=num_decodes,
             num_decode_tokens=int(starts[num_decodes]),
         )
+        self._fill_token_ids(spans, starts)
         return Batch(
-            input_ids=self._placed(self._token_ids(spans, starts)),
-            positions=self._placed(positions),
+            input_ids=self._placed(self._tokens.tensor(num_tokens)),
+            positions=self._placed(self._positions.tensor(num_tokens)),
             kv=kv,
-            sample_rows=self._placed(sample_rows),
+            sample_rows=self._placed(self._samples.tensor(len(sample_rows))),
             has_adapters=any(span.request.adapter for span in spans),
             needs_all_rows=any(
                 span.request.sampling.num_prompt_logprobs is not None for span in spans
@@ -209,8 +210,8 @@ class BatchBuilder:
         kv = KVBatch(
             k_caches=self._k_caches,
             v_caches=self._v_caches,
-            slot_mapping=self._placed(-one),
-            block_table=self._placed(zero[None]),
+            slot_mapping=self._placed(torch.from_numpy(-one)),
+            block_table=self._placed(torch.from_numpy(zero[None])),
             cu_seqlens_q=torch.from_numpy(np.arange(2, dtype=np.int32)),
             context_lens=torch.from_numpy(one),
             max_seqlen_q=1,
@@ -218,27 +219,23 @@ class BatchBuilder:
             num_decode_tokens=1,
         )
         return Batch(
-            input_ids=self._placed(zero),
-            positions=self._placed(zero),
+            input_ids=self._placed(torch.from_numpy(zero)),
+            positions=self._placed(torch.from_numpy(zero)),
             kv=kv,
-            sample_rows=self._placed(zero[:0]),
+            sample_rows=self._placed(torch.from_numpy(zero[:0])),
         )
 
-    def _placed(self, array: Int32s) -> Tensor:
+    def _placed(self, values: Tensor) -> Tensor:
         """Where the caches are; lengths stay on the host, since devices read them there."""
-        return torch.from_numpy(array).to(self._device)
+        return values.to(self._device) if self._queue is None else self._queue.to_device(values)
 
-    def _token_ids(self, spans: Sequence[Span], starts: Int32s) -> Int32s:
+    def _fill_token_ids(self, spans: Sequence[Span], starts: Int32s) -> None:
         token_ids = self._tokens.take(int(starts[-1]))
         for start, span in zip(starts.tolist(), spans, strict=False):
             token_ids[start : start + len(span.token_ids)] = span.token_ids
-        return token_ids
 
-    def _block_table(self, spans: Sequence[Span], num_blocks: Int32s) -> Int32s:
-        width = int(num_blocks.max())
-        # NOTE: carved flat, so that the table is contiguous whatever its width is in this step.
-        table = self._table.take(len(spans) * width).reshape(len(spans), width)
-        for row, span, count in zip(table, spans, num_blocks.tolist(), strict=True):
+    def _block_table(self, spans: Sequence[Span], num_blocks: Int32s) -> tuple[Int32s, Tensor]:
+        counts = num_blocks.tolist()
+        for span, count in zip(spans, counts, strict=True):
             assert count <= len(span.request.block_ids), f"{span.request.key} lacks blocks"
-            row[:count] = span.request.block_ids[:count]
-        return table
+        return self._table.fill([span.request.block_ids for span in spans], counts)

@@ -1,16 +1,25 @@
 """Prefill and decode in one process and thread: what a disaggregated run must equal."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from engine.adapters import Adapters
+from engine.ahead import AheadSteps
 from engine.block_manager import BlockManager
 from engine.device_draw import device_draw_of
 from engine.kv_layout import kv_layout, poisoned_caches
 from engine.models import CausalLM
+from engine.pipeline import Pipeline
 from engine.request import Request
 from engine.runner import ForwardMemory, MakeForward, Runner
-from engine.scheduler import Scheduler, SchedulerConfig
-from engine.speculation import DraftCounters, Drafter, Verifier, rows_before, rows_kept
+from engine.scheduler import ScheduledRequest, Scheduler, SchedulerConfig
+from engine.speculation import (
+    DraftCounters,
+    Drafter,
+    SampledTokens,
+    Verifier,
+    rows_before,
+    rows_kept,
+)
 from kernels.ops import Ops
 
 
@@ -29,8 +38,12 @@ class ColocatedEngine:
         adapters: Adapters | None = None,
         make_drafter: Callable[["ColocatedEngine"], Drafter] | None = None,
         cache_dtype: str = "float32",
+        async_scheduling: bool = False,
     ) -> None:
-        """cache_dtype: of the KV cache; see `kv_layout`."""
+        """cache_dtype: of the KV cache; see `kv_layout`. async_scheduling: see engine.ahead.
+
+        Raises: ValueError: async_scheduling with a drafter.
+        """
         config = model.config
         # NOTE: NaN, so that whatever reads a block that nobody wrote shows in the tokens.
         layout = kv_layout(config, block_size, dtype=cache_dtype)
@@ -54,6 +67,23 @@ class ColocatedEngine:
             device_draw=device_draw_of(ops),
         )
         self._drafter = None if make_drafter is None else make_drafter(self)
+        self.ahead = None
+        self._pipeline = None
+        if async_scheduling:
+            if self._drafter is not None:
+                raise ValueError("async_scheduling does not go with drafts")
+            self.ahead = AheadSteps(self._runner, self.scheduler, ops.queue())
+            self._pipeline = Pipeline(
+                self.ahead,
+                self,
+                lambda: self.scheduler.schedule().scheduled,
+                self.scheduler.schedule_ahead,
+            )
+
+    def close(self) -> None:
+        """End the thread of async scheduling, if there is one."""
+        if self.ahead is not None:
+            self.ahead.close()
 
     def generate(self, requests: Iterable[Request]) -> None:
         """Run the requests together until each has finished; their output is in their token_ids.
@@ -62,18 +92,38 @@ class ColocatedEngine:
         """
         for request in requests:
             self.scheduler.add(request)
-        while self.scheduler.has_work:
+        while self.scheduler.has_work or (self.ahead is not None and self.ahead.num_under_way):
             self.step()
 
     def step(self) -> None:
-        """Schedule, run and sample once."""
+        """Schedule, run and sample once; with async_scheduling, of one step and the next."""
+        if self._pipeline is not None:
+            if self._pipeline.step() is None:
+                assert self.scheduler.num_waiting, "requests are left, but none can go on"
+            return
         chosen = self.scheduler.schedule()
-        scheduled = chosen.scheduled
-        if not scheduled:
+        if chosen.scheduled:
+            self.run_one(chosen.scheduled)
+        else:
+            # Those who lost their blocks are admitted by the next schedule.
             assert chosen.preempted, "requests are left, but none can go on"
-            return  # those who lost their blocks are admitted by the next schedule
+
+    def launch(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        """See `engine.pipeline.Steps`."""
+        assert self.ahead is not None, "steps are launched by async_scheduling alone"
+        self.ahead.launch(scheduled)
+
+    def conclude(self) -> list[SampledTokens]:
+        """See `engine.pipeline.Steps`."""
+        assert self.ahead is not None, "steps are launched by async_scheduling alone"
+        return self.ahead.conclude()
+
+    def run_one(self, scheduled: Sequence[ScheduledRequest]) -> list[SampledTokens]:
+        """See `engine.pipeline.Steps`."""
         output = self._runner.run(scheduled)
         before = rows_before(scheduled)
-        self.drafts.add(self._verifier.run(scheduled, output.logits))
+        sampled = self._verifier.run(scheduled, output.logits)
+        self.drafts.add(sampled)
         if self._drafter is not None:
             self._drafter.propose(rows_kept(scheduled, before), output.hidden, None)
+        return sampled

@@ -26,6 +26,13 @@ Speculation = Literal["none", "ngram", "mtp"]
 """Where drafts come from: nowhere, earlier places in the text, or the model's own MTP layer."""
 
 
+AsyncScheduling = Literal["auto", "on", "off"]
+"""Whether the next step is prepared while one runs.
+
+auto: where the device works beside the host, as NPUs do; not on CPUs, where both share the cores.
+"""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeConfig:
     """Rotary position embedding and how it is stretched beyond the trained context."""

@@ -5,6 +5,7 @@ left, as in engine.draw, but in float32: devices have no float64 to speak of. So
 from the host's where a number falls between two by less than that precision.
 """
 
+import torch
 from torch import Tensor
 
 from engine.draw import DrawParams, exp_in_chunks, invert, scores_of
@@ -18,9 +19,9 @@ class DeviceDraw:
     def __init__(self, ops: Ops) -> None:
         self._ops = ops
 
-    def suits(self, logits: Tensor) -> bool:
-        """Whether the logits are where the ops work."""
-        return logits.device == self._ops.device
+    def suits(self, device: torch.device) -> bool:
+        """Whether logits there are where the ops work."""
+        return device == self._ops.device
 
     def __call__(self, logits: Tensor, params: DrawParams, numbers: Tensor) -> Tensor:
         """logits: [S, V] float32; numbers: [S] on the host -> [S]; all use top_k, or none."""

@@ -46,7 +46,7 @@ class Penalties:
 
     def __init__(self, requests: Sequence[Request], previous: "Penalties | None") -> None:
         known = {id(h.request): h for h in previous.histories} if previous else {}
-        rows = [row for row, request in enumerate(requests) if _is_penalised(request)]
+        rows = [row for row, request in enumerate(requests) if is_penalised(request)]
         # NOTE: `known` keeps its requests alive, so an id names the same request as before.
         self.histories: list[_History] = [
             known.get(id(requests[row])) or _History(requests[row]) for row in rows
@@ -80,7 +80,8 @@ class Penalties:
         logits[rows, ids] = values - torch.from_numpy(subtracted).to(device)
 
 
-def _is_penalised(request: Request) -> bool:
+def is_penalised(request: Request) -> bool:
+    """Whether the tokens that a request has change the logits of its next one."""
     sampling = request.sampling
     return (
         sampling.repetition_penalty != 1.0

@@ -81,6 +81,10 @@ class Request:
     """Tokens whose KV is in block_ids."""
     num_cached_tokens: int = 0
     """Of these, tokens found in the prefix cache when first scheduled."""
+    num_running_tokens: int = 0
+    """Tokens that steps under way compute: they will be among num_computed_tokens."""
+    num_running_samples: int = 0
+    """Tokens that steps under way sample: they will be in token_ids."""
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     """Hashes of the full blocks of token_ids so far; extended as blocks fill."""

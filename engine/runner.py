@@ -10,12 +10,14 @@ from torch import Tensor
 
 from engine.adapters import Adapters
 from engine.batch import Batch, BatchBuilder
+from engine.config import ModelConfig
 from engine.device_draw import can_draw
 from engine.layers.attention import OnLayer
 from engine.logprobs import TokenLogprobs, top_logprobs
 from engine.models import CausalLM
 from engine.request import Request
 from engine.scheduler import ScheduledRequest
+from kernels.device_queue import DeviceQueue
 from kernels.kv_cache import KVCache
 from kernels.ops import Ops
 
@@ -120,7 +122,13 @@ class Runner:
         self._model = model
         self._forward: Forward = forward or EagerForward(model)
         self._adapters = adapters
-        self._batches = BatchBuilder(k_caches, v_caches, block_size)
+        self._memory = (k_caches, v_caches, block_size)
+        self._batches = BatchBuilder(*self._memory)
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """Of the model that it runs."""
+        return self._model.config
 
     @property
     def forward_stats(self) -> ForwardStats:
@@ -145,14 +153,28 @@ class Runner:
                 hidden = self._forward(batch, on_layer)
         else:
             hidden = self._forward(batch, on_layer)
-        if len(batch.sample_rows) == len(hidden):
-            logits = to_sample(self.ops, scheduled, self._model.logits(hidden))
-        elif len(batch.sample_rows):
-            rows = hidden.index_select(0, batch.sample_rows)
-            logits = to_sample(self.ops, scheduled, self._model.logits(rows))
+        if len(batch.sample_rows):
+            logits = to_sample(self.ops, scheduled, self._logits(batch, hidden))
         else:
             logits = torch.empty(0, self._model.config.vocab_size)
         return RunnerOutput(logits, hidden, prompt_logprobs(self._model, scheduled, hidden))
+
+    def builder(self, queue: DeviceQueue) -> BatchBuilder:
+        """Another builder of batches for `compute`."""
+        return BatchBuilder(*self._memory, queue)
+
+    @torch.inference_mode()
+    def compute(self, batch: Batch) -> Tensor:
+        """The logits of the rows that sample, [R, V] float32, where the model is."""
+        hidden = self._forward(batch)
+        if not len(batch.sample_rows):
+            return hidden.new_empty(0, self._model.config.vocab_size)
+        return self._logits(batch, hidden).float()
+
+    def _logits(self, batch: Batch, hidden: Tensor) -> Tensor:
+        if len(batch.sample_rows) == len(hidden):
+            return self._model.logits(hidden)
+        return self._model.logits(hidden.index_select(0, batch.sample_rows))
 
 
 def to_sample(ops: Ops, scheduled: Sequence[ScheduledRequest], logits: Tensor) -> Tensor:
@@ -176,7 +198,7 @@ def prompt_logprobs(
     first_row = 0
     for entry in scheduled:
         request, k = entry.request, entry.request.sampling.num_prompt_logprobs
-        start = request.num_computed_tokens + 1
+        start = entry.start + 1
         stop = min(start + entry.num_tokens, request.num_prompt_tokens)
         if k is not None and start < stop:
             rows = hidden[first_row : first_row + stop - start]

@@ -4,7 +4,7 @@ Order: logit_bias; repetition, presence and frequency penalties; min_tokens; gra
 min_p; top_k; top_p; draw. Log-probabilities are those of the model's own logits, before all of it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,8 @@ from engine.grammar import TokenMasks
 from engine.logprobs import TokenLogprobs, top_logprobs
 from engine.penalties import Penalties
 from engine.request import Request, SamplingParams
+
+_Bans = list[tuple[int, list[int]]]
 
 # Below this, dividing by the temperature overflows; the limit is the argmax anyway.
 _MIN_TEMPERATURE = 1e-5
@@ -59,29 +61,68 @@ class Sampler:
         Raises: ValueError: the shape of logits is not [len(requests), vocab_size].
         """
         requests = list(requests)
+        positions = [request.num_tokens for request in requests]
         if logits.shape != (len(requests), self._vocab_size):
             raise ValueError(
                 f"logits are {list(logits.shape)}, expected [{len(requests)}, {self._vocab_size}]"
             )
         if not requests:
             return SamplerOutput([], [])
+        draws = self.prepare(requests, positions, logits.device)
+        token_ids = draws.choose(logits, masks).tolist()
+        return SamplerOutput(token_ids, draws.logprobs(logits, token_ids))
+
+    def prepare(
+        self, requests: Sequence[Request], positions: Sequence[int], device: torch.device
+    ) -> "Draws":
+        """What can be done before there are logits, which will be on `device`.
+
+        positions: by request, the index in token_ids of the token that is to be sampled.
+        """
         batch = self._batch
-        if batch is None or batch.requests != requests or batch.device != logits.device:
-            on_device = self._device_draw
+        if batch is None or batch.requests != requests or batch.device != device:
+            draw = self._device_draw
             batch = self._batch = _Batch(
-                requests,
+                list(requests),
                 self._vocab_size,
                 self._eos_token_ids,
-                logits.device,
+                device,
                 batch,
-                on_device if on_device is not None and on_device.suits(logits) else None,
+                draw if draw is not None and draw.suits(device) else None,
             )
-        token_ids = batch.choose(batch.adjust(logits, masks)).tolist()
-        return SamplerOutput(token_ids, batch.logprobs(logits, token_ids))
+        return Draws(batch, positions)
 
     def forget(self) -> None:
         """Drop what is kept of the last batch, its requests included."""
         self._batch = None
+
+
+class Draws:
+    """One token for each request, at positions that are known, from logits that come later."""
+
+    def __init__(self, batch: "_Batch", positions: Sequence[int]) -> None:
+        """See `Sampler.prepare`."""
+        self._batch = batch
+        self._bans = batch.bans(positions)
+        self._numbers = batch.numbers(positions)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether any request asks for log-probabilities."""
+        return self._batch.wants_logprobs
+
+    def upload(self, to_device: Callable[[Tensor], Tensor]) -> None:
+        """Bring to the device what it draws with, so that `choose` need not wait for a copy."""
+        if self._batch.draws_on_device:
+            self._numbers = [to_device(numbers.float()) for numbers in self._numbers]
+
+    def choose(self, logits: Tensor, masks: TokenMasks | None = None) -> Tensor:
+        """[R, V] float32, not modified -> the tokens, [R] int64, on the device of logits."""
+        return self._batch.choose(self._batch.adjust(logits, self._bans, masks), self._numbers)
+
+    def logprobs(self, logits: Tensor, token_ids: list[int]) -> list[TokenLogprobs | None]:
+        """Log-probabilities of the rows whose requests ask for them. logits: the model's own."""
+        return self._batch.logprobs(logits, token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +131,8 @@ class _Group:
 
     rows: Tensor | None
     params: DrawParams
-    requests: list[Request]
+    places: list[int]
+    """The same rows."""
     seeds: NDArray[np.uint64]
 
 
@@ -123,9 +165,31 @@ class _Batch:
             row for row, r in enumerate(requests) if r.sampling.num_logprobs is not None
         ]
 
-    def adjust(self, logits: Tensor, masks: TokenMasks | None) -> Tensor:
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether any request asks for log-probabilities."""
+        return bool(self._logprob_rows)
+
+    @property
+    def draws_on_device(self) -> bool:
+        """Whether the device's operators draw the tokens."""
+        return self._device_draw is not None
+
+    def bans(self, positions: Sequence[int]) -> _Bans:
+        """(row, tokens it must not get) at these positions: what would end it too early."""
+        return [
+            (row, ids)
+            for row, ids in self._banned
+            if _is_too_early(self.requests[row], positions[row])
+        ]
+
+    def numbers(self, positions: Sequence[int]) -> list[Tensor]:
+        """A random number for each row of each group, on the host: float64."""
+        at = np.array(positions, np.uint64)
+        return [torch.from_numpy(uniforms(g.seeds, at[g.places])) for g in self._groups]
+
+    def adjust(self, logits: Tensor, bans: _Bans, masks: TokenMasks | None) -> Tensor:
         """Logits with bias, penalties, bans and masks; the same tensor where there are none."""
-        bans = [(row, ids) for row, ids in self._banned if _is_below_min_tokens(self.requests[row])]
         if self._bias is None and not self.penalties and not bans and masks is None:
             return logits
         if masks is not None and bans:
@@ -144,14 +208,14 @@ class _Batch:
             logits[masks.rows] = logits[masks.rows].masked_fill_(blocked, float("-inf"))
         return logits
 
-    def choose(self, logits: Tensor) -> Tensor:
-        """A token per row. [R, V] float32 -> [R] int64."""
+    def choose(self, logits: Tensor, numbers: Sequence[Tensor]) -> Tensor:
+        """A token per row. [R, V] float32 -> [R] int64. numbers: see there."""
         if len(self._groups) == 1 and self._groups[0].rows is None:
-            return self._draw(self._groups[0], logits)
+            return self._draw(self._groups[0], logits, numbers[0])
         # One argmax of all rows costs less than gathering the greedy ones.
         token_ids = logits.argmax(dim=-1)
-        for group in self._groups:
-            token_ids[group.rows] = self._draw(group, logits[group.rows])
+        for group, group_numbers in zip(self._groups, numbers, strict=True):
+            token_ids[group.rows] = self._draw(group, logits[group.rows], group_numbers)
         return token_ids
 
     def logprobs(self, logits: Tensor, token_ids: list[int]) -> list[TokenLogprobs | None]:
@@ -177,13 +241,11 @@ class _Batch:
                 self.device,
                 torch.float64 if self._device_draw is None else torch.float32,
             ),
-            requests,
+            rows,
             np.array([r.sampling.seed % 2**64 for r in requests], np.uint64),
         )
 
-    def _draw(self, group: _Group, logits: Tensor) -> Tensor:
-        positions = np.array([request.num_tokens for request in group.requests], np.uint64)
-        numbers = torch.from_numpy(uniforms(group.seeds, positions))
+    def _draw(self, group: _Group, logits: Tensor, numbers: Tensor) -> Tensor:
         if self._device_draw is not None:
             return self._device_draw(logits, group.params, numbers)
         return draw(logits, group.params, numbers.to(self.device))
@@ -198,8 +260,8 @@ def _kind(sampling: SamplingParams, vocab_size: int) -> int:
     return 2 if uses_top_k(sampling, vocab_size) else int(sampling.top_p < 1.0)
 
 
-def _is_below_min_tokens(request: Request) -> bool:
-    return request.num_output_tokens < request.sampling.min_tokens
+def _is_too_early(request: Request, position: int) -> bool:
+    return position - request.num_prompt_tokens < request.sampling.min_tokens
 
 
 def _bias(
@@ -222,7 +284,7 @@ def _bias(
     )
 
 
-def _possible(bans: list[tuple[int, list[int]]], masks: TokenMasks) -> list[tuple[int, list[int]]]:
+def _possible(bans: _Bans, masks: TokenMasks) -> _Bans:
     """The bans that leave a token: a grammar that can only end goes before min_tokens."""
     allowed = dict(zip(masks.rows, masks.allowed, strict=True))
     return [
@@ -232,14 +294,12 @@ def _possible(bans: list[tuple[int, list[int]]], masks: TokenMasks) -> list[tupl
     ]
 
 
-def _banned(
-    requests: list[Request], vocab_size: int, eos_token_ids: frozenset[int]
-) -> list[tuple[int, list[int]]]:
+def _banned(requests: list[Request], vocab_size: int, eos_token_ids: frozenset[int]) -> _Bans:
     """(row, the tokens that would end the request) of all rows with min_tokens."""
     banned = []
     for row, request in enumerate(requests):
         sampling = request.sampling
-        if _is_below_min_tokens(request):
+        if _is_too_early(request, request.num_tokens):
             ends = sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else eos_token_ids)
             ids = sorted(token_id for token_id in ends if 0 <= token_id < vocab_size)
             banned.append((row, ids))

@@ -12,11 +12,19 @@ A request gets blocks for all its tokens with its seat; only sampled tokens make
     token_ids = ...  # run output.scheduled, sample one token for each entry that samples
     scheduler.update(output.scheduled, token_ids)
 
+A step may be scheduled ahead, while the one before it runs and its tokens are unknown:
+
+    begin(step n) ... schedule_ahead() -> step n + 1, begin(it), conclude(step n, its tokens) ...
+
+Each request counts what steps under way compute and sample for it. Blocks that such a step may
+write to go back to the pool when it is over, not before.
+
 Owned by one engine loop thread.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from annotated_types import Ge
@@ -68,16 +76,25 @@ class ScheduledRequest:
     num_tokens: int
     """Drafts included."""
     num_drafts: int = 0
+    start: int = field(init=False)
+    """Index of the first one, steps under way being over by then."""
+    samples: bool = field(init=False)
+    """Whether the step reaches the last token and samples the next."""
+    num_unknown: int = field(init=False)
+    """Of the tokens, the last ones that a step under way is still to sample."""
 
-    @property
-    def samples(self) -> bool:
-        """Whether the step reaches the last token and samples the next; ask before `update`."""
-        return self.stop == self.request.num_tokens
+    def __post_init__(self) -> None:
+        request = self.request
+        start = request.num_computed_tokens + request.num_running_tokens
+        object.__setattr__(self, "start", start)
+        known = request.num_tokens + request.num_running_samples
+        object.__setattr__(self, "samples", self.stop == known)
+        object.__setattr__(self, "num_unknown", max(0, self.stop - request.num_tokens))
 
     @property
     def stop(self) -> int:
         """Index after the last token that the step computes, drafts apart."""
-        return self.request.num_computed_tokens + self.num_tokens - self.num_drafts
+        return self.start + self.num_tokens - self.num_drafts
 
     @property
     def draft_token_ids(self) -> list[int]:
@@ -117,6 +134,10 @@ class Scheduler:
         self._preempted: set[RequestKey] = set()
         self._next_order = 0
         self._front_order = 0
+        self._num_begun = 0
+        self._num_concluded = 0
+        # (number of the last step that may write there, blocks)
+        self._held_back: deque[tuple[int, list[int]]] = deque()
 
     @property
     def num_running(self) -> int:
@@ -131,7 +152,7 @@ class Scheduler:
     @property
     def num_pending_tokens(self) -> int:
         """Tokens to compute before their requests decode."""
-        left = (r.num_tokens - r.num_computed_tokens for r in self._requests.values())
+        left = map(self._num_left, self._requests.values())
         return sum(n for n in left if n > 1)
 
     @property
@@ -143,6 +164,11 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether any request is running or waiting."""
         return bool(self._requests)
+
+    @property
+    def requests(self) -> Iterable[Request]:
+        """All that are running or waiting here."""
+        return self._requests.values()
 
     def get(self, key: RequestKey) -> Request | None:
         """The request with this key, if it is running or waiting here."""
@@ -216,28 +242,51 @@ class Scheduler:
         last) is preempted: it loses its blocks and waits before all others of its priority. The
         step may be empty.
         """
-        while self._arrived and len(self._running) < self.config.max_num_seqs:
-            request = self._arrived.first()
-            self._arrived.remove(request)
-            self._seat(request)
+        self._seat_arrived()
         preempted = self._grow_running()
-        decodes: list[Request] = []
-        prefills: list[Request] = []
-        for request in self._running:
-            (decodes if self._num_left(request) == 1 else prefills).append(request)
-        scheduled: list[ScheduledRequest] = []
-        budget = self.config.max_num_batched_tokens - len(decodes)
-        for request in decodes:
-            num_drafts = self._admit_drafts(request, budget)
-            budget -= num_drafts
-            scheduled.append(ScheduledRequest(request, 1 + num_drafts, num_drafts))
-        budget = min(budget, self.config.max_prefill_tokens or budget)
-        for request in prefills:
-            budget -= self._schedule_prefill(request, budget, scheduled)
         # NOTE: not after a preemption, or the victim would take its blocks back at once.
-        while budget > 0 and not preempted and (admitted := self._admit()) is not None:
-            budget -= self._schedule_prefill(admitted, budget, scheduled)
+        scheduled = self._choose(list(self._running), may_admit=not preempted)
         return SchedulerOutput(scheduled, preempted)
+
+    def schedule_ahead(self) -> list[ScheduledRequest] | None:
+        """Choose a step that runs after those under way, whose tokens are unknown; may be empty.
+
+        None: a request can only grow at another's cost, which has to wait until no step runs.
+        A request that the steps under way surely end has no part; one that a token may end has.
+        """
+        self._seat_arrived()
+        running = [request for request in self._running if not self._ends_with_running(request)]
+        for request in running:
+            known = request.num_tokens + request.num_running_samples
+            if not self.block_manager.allocate(request, known):
+                return None
+        return self._choose(running, may_admit=True)
+
+    def begin(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        """A step starts whose tokens come later, by `conclude`; there may be one before it."""
+        self._num_begun += 1
+        for entry in scheduled:
+            entry.request.num_running_tokens += entry.num_tokens
+            entry.request.num_running_samples += entry.samples
+
+    def conclude(
+        self, scheduled: Sequence[ScheduledRequest], token_ids: Sequence[int]
+    ) -> list[bool]:
+        """Record the oldest step that began; `token_ids` as in `update`.
+
+        Whether each entry counts: results for a request that is over by now are dropped.
+        """
+        self._num_concluded += 1
+        while self._held_back and self._held_back[0][0] <= self._num_concluded:
+            self.block_manager.release_quarantined(self._held_back.popleft()[1])
+        counts = []
+        for entry in scheduled:
+            request = entry.request
+            request.num_running_tokens -= entry.num_tokens
+            request.num_running_samples -= entry.samples
+            counts.append(self._requests.get(request.key) is request)
+        self.update(scheduled, token_ids)
+        return counts
 
     def update(self, scheduled: Sequence[ScheduledRequest], token_ids: Sequence[int]) -> None:
         """Record a step that ran; `token_ids` has one token per entry that `samples`, in order.
@@ -249,7 +298,7 @@ class Scheduler:
         for entry in scheduled:
             request = entry.request
             token_id = next(sampled) if entry.samples else None
-            if request not in self._running:
+            if self._requests.get(request.key) is not request or request not in self._running:
                 continue
             request.num_computed_tokens += entry.num_tokens - entry.num_drafts
             self.block_manager.register_computed(request)
@@ -267,7 +316,7 @@ class Scheduler:
     def remove(self, request: Request) -> None:
         """Take the request out, wherever it is, and free its blocks; ABORTED unless it is over."""
         self._forget(request)
-        self.block_manager.free(request)
+        self._free_blocks(request)
         if request.state not in _OVER:
             request.state = RequestState.ABORTED
 
@@ -295,7 +344,41 @@ class Scheduler:
 
     @staticmethod
     def _num_left(request: Request) -> int:
-        return request.num_tokens - request.num_computed_tokens
+        left = request.num_tokens - request.num_computed_tokens
+        return left + request.num_running_samples - request.num_running_tokens
+
+    def _ends_with_running(self, request: Request) -> bool:
+        """Whether the tokens of steps under way are the last ones it may have."""
+        samples = request.num_running_samples
+        return samples > 0 and (
+            request.num_output_tokens + samples >= request.sampling.max_tokens
+            or request.num_tokens + samples >= self.config.max_model_len
+        )
+
+    def _seat_arrived(self) -> None:
+        while self._arrived and len(self._running) < self.config.max_num_seqs:
+            request = self._arrived.first()
+            self._arrived.remove(request)
+            self._seat(request)
+
+    def _choose(self, running: Sequence[Request], *, may_admit: bool) -> list[ScheduledRequest]:
+        """A step of requests that hold their blocks, and of new ones if there is room."""
+        decodes: list[Request] = []
+        prefills: list[Request] = []
+        for request in running:
+            (decodes if self._num_left(request) == 1 else prefills).append(request)
+        scheduled: list[ScheduledRequest] = []
+        budget = self.config.max_num_batched_tokens - len(decodes)
+        for request in decodes:
+            num_drafts = self._admit_drafts(request, budget)
+            budget -= num_drafts
+            scheduled.append(ScheduledRequest(request, 1 + num_drafts, num_drafts))
+        budget = min(budget, self.config.max_prefill_tokens or budget)
+        for request in prefills:
+            budget -= self._schedule_prefill(request, budget, scheduled)
+        while budget > 0 and may_admit and (admitted := self._admit()) is not None:
+            budget -= self._schedule_prefill(admitted, budget, scheduled)
+        return scheduled
 
     def _grow_running(self) -> list[Request]:
         """Give every running request, most urgent first, its blocks; return who had to go."""
@@ -321,6 +404,7 @@ class Scheduler:
         return count if self.block_manager.allocate(request, request.num_tokens + count) else 0
 
     def _preempt(self, request: Request) -> None:
+        assert not request.num_running_tokens, f"{request.key} is in a step under way"
         request.draft_token_ids = []
         self._running.remove(request)
         self.block_manager.free(request)
@@ -383,6 +467,14 @@ class Scheduler:
             return
         self._forget(request)
         if not self._hold_finished:
+            self._free_blocks(request)
+
+    def _free_blocks(self, request: Request) -> None:
+        """Those that a step under way may write to come back when it is over."""
+        if request.num_running_tokens and request.block_ids:
+            blocks = self.block_manager.quarantine(request)
+            self._held_back.append((self._num_begun, blocks))
+        else:
             self.block_manager.free(request)
 
     def _finish_reason(self, request: Request, token_id: int) -> FinishReason | None:

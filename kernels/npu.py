@@ -34,6 +34,7 @@ from kernels.ascend.linear import (
 )
 from kernels.ascend.options import DEFAULT_OPTIONS, NpuOptions
 from kernels.ascend.prolog import NpuLatentProlog
+from kernels.ascend.queue import StreamQueue
 from kernels.ascend.streams import prefetch
 from kernels.experts import (
     ExchangeGroup,
@@ -67,6 +68,7 @@ class NpuOps:
     collectives = "cpu:gloo,npu:hccl"
     num_spare_blocks = 1
     samples_on_device = True
+    runs_ahead = True
     max_top_k = sampling.MAX_TOP_K
 
     def __init__(
@@ -439,6 +441,10 @@ class NpuOps:
     def top_k_top_p(self, logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
         """See `Ops.top_k_top_p`."""
         return sampling.top_k_top_p(logits, top_k, top_p)
+
+    def queue(self) -> StreamQueue:
+        """See `Ops.queue`."""
+        return StreamQueue(torch_npu.npu, self.device)
 
     def set_lent_threads(self, flags: Sequence[int]) -> None:
         """Nothing: these ops do not compute on threads of their own."""

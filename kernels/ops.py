@@ -15,6 +15,7 @@ from torch import Tensor
 from kernels.ascend.options import DEFAULT_OPTIONS, NpuOptions
 from kernels.cpu.build import BuildError
 from kernels.cpu.ops import load
+from kernels.device_queue import DeviceQueue
 from kernels.experts import ExchangeGroup, ExchangeSizes, ExpertDispatch, GatedExperts
 from kernels.gating import Gating
 from kernels.kv_cache import KVCache
@@ -95,6 +96,9 @@ class Ops(Protocol):
 
     samples_on_device: bool
     """Whether logits stay on the device, where that suffices, and only tokens come to the host."""
+
+    runs_ahead: bool
+    """Whether the device computes beside the host, which may prepare the next step meanwhile."""
 
     max_top_k: int
     """Of `top_k_top_p`."""
@@ -374,6 +378,10 @@ class Ops(Protocol):
         int32 from 1 to max_top_k; top_p: [S] float32 from 0 to 1; one of them may be None.
         Shaped like npu_top_k_top_p.
         """
+        ...
+
+    def queue(self) -> DeviceQueue:
+        """A new queue of work for the device; the calling thread uses it."""
         ...
 
     def set_lent_threads(self, flags: Sequence[int]) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels import mla
+from kernels.device_queue import ThreadQueue
 from kernels.experts import ExchangeGroup, ExchangeSizes, ExpertsByParts, GroupedProduct
 from kernels.gating import Gating
 from kernels.kv_cache import KVCache, read_blocks, write_rows
@@ -114,6 +115,7 @@ class ReferenceOps:
     cache_dtype = "float32"
     collectives = "gloo"
     samples_on_device = False
+    runs_ahead = False
     max_top_k = 2**31 - 1
 
     def check_int8_cache(self, *, is_latent: bool) -> None:
@@ -346,6 +348,10 @@ class ReferenceOps:
     def top_k_top_p(self, logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
         """See `Ops.top_k_top_p`."""
         return top_k_top_p(logits, top_k, top_p)
+
+    def queue(self) -> ThreadQueue:
+        """See `Ops.queue`."""
+        return ThreadQueue()
 
     def set_lent_threads(self, flags: Sequence[int]) -> None:
         """Nothing: these ops do not compute on threads of their own."""

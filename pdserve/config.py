@@ -240,6 +240,7 @@ def worker_configs(
             **common(decoder, num_decode_tokens + decoder.max_prefill_tokens),
             max_prefill_tokens=decoder.max_prefill_tokens,
             graph_mode=decoder.graph_mode,
+            async_scheduling=decoder.async_scheduling,
         ),
     )
 

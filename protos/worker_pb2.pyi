@@ -1153,6 +1153,26 @@ class WorkerStats(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class WaitingStepsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ENGINE_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
@@ -1177,6 +1197,9 @@ class WorkerStats(_message.Message):
     NUM_GRAPH_REPLAYS_FIELD_NUMBER: _builtins.int
     NUM_GRAPH_RECOMPILES_FIELD_NUMBER: _builtins.int
     EAGER_STEPS_FIELD_NUMBER: _builtins.int
+    NUM_AHEAD_STEPS_FIELD_NUMBER: _builtins.int
+    NUM_DISCARDED_TOKENS_FIELD_NUMBER: _builtins.int
+    WAITING_STEPS_FIELD_NUMBER: _builtins.int
     NUM_DRAFT_STEPS_FIELD_NUMBER: _builtins.int
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
@@ -1219,6 +1242,10 @@ class WorkerStats(_message.Message):
     """decode steps that replayed a captured graph"""
     num_graph_recompiles: _builtins.int
     """while serving: stays 0"""
+    num_ahead_steps: _builtins.int
+    """launched while the step before them ran"""
+    num_discarded_tokens: _builtins.int
+    """computed for a request that had ended"""
     num_draft_steps: _builtins.int
     """times that drafts of a request were computed"""
     num_draft_tokens: _builtins.int
@@ -1247,6 +1274,10 @@ class WorkerStats(_message.Message):
     @_builtins.property
     def eager_steps(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """steps without a graph, by reason"""
+
+    @_builtins.property
+    def waiting_steps(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """steps not launched ahead, by reason"""
 
     @_builtins.property
     def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierStats]: ...
@@ -1285,6 +1316,9 @@ class WorkerStats(_message.Message):
         num_graph_replays: _builtins.int = ...,
         num_graph_recompiles: _builtins.int = ...,
         eager_steps: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        num_ahead_steps: _builtins.int = ...,
+        num_discarded_tokens: _builtins.int = ...,
+        waiting_steps: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         num_draft_steps: _builtins.int = ...,
         num_draft_tokens: _builtins.int = ...,
         num_accepted_tokens: _builtins.int = ...,
@@ -1301,7 +1335,7 @@ class WorkerStats(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["collectives", b"collectives", "eager_steps", b"eager_steps", "engine_id", b"engine_id", "expert_imbalance", b"expert_imbalance", "failures", b"failures", "incarnation", b"incarnation", "kv_block_bytes", b"kv_block_bytes", "kv_cache_dtype", b"kv_cache_dtype", "num_accepted_tokens", b"num_accepted_tokens", "num_blocks", b"num_blocks", "num_computed_tokens", b"num_computed_tokens", "num_draft_steps", b"num_draft_steps", "num_draft_tokens", b"num_draft_tokens", "num_expired_leases", b"num_expired_leases", "num_free_blocks", b"num_free_blocks", "num_generated_tokens", b"num_generated_tokens", "num_graph_recompiles", b"num_graph_recompiles", "num_graph_replays", b"num_graph_replays", "num_held_blocks", b"num_held_blocks", "num_leases", b"num_leases", "num_moved_experts", b"num_moved_experts", "num_pending_tokens", b"num_pending_tokens", "num_preemptions", b"num_preemptions", "num_promoted_blocks", b"num_promoted_blocks", "num_prompt_tokens", b"num_prompt_tokens", "num_quarantined_blocks", b"num_quarantined_blocks", "num_running", b"num_running", "num_saved_bytes", b"num_saved_bytes", "num_stale_messages", b"num_stale_messages", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "pools", b"pools", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "role", b"role", "tiers", b"tiers", "transfers", b"transfers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["collectives", b"collectives", "eager_steps", b"eager_steps", "engine_id", b"engine_id", "expert_imbalance", b"expert_imbalance", "failures", b"failures", "incarnation", b"incarnation", "kv_block_bytes", b"kv_block_bytes", "kv_cache_dtype", b"kv_cache_dtype", "num_accepted_tokens", b"num_accepted_tokens", "num_ahead_steps", b"num_ahead_steps", "num_blocks", b"num_blocks", "num_computed_tokens", b"num_computed_tokens", "num_discarded_tokens", b"num_discarded_tokens", "num_draft_steps", b"num_draft_steps", "num_draft_tokens", b"num_draft_tokens", "num_expired_leases", b"num_expired_leases", "num_free_blocks", b"num_free_blocks", "num_generated_tokens", b"num_generated_tokens", "num_graph_recompiles", b"num_graph_recompiles", "num_graph_replays", b"num_graph_replays", "num_held_blocks", b"num_held_blocks", "num_leases", b"num_leases", "num_moved_experts", b"num_moved_experts", "num_pending_tokens", b"num_pending_tokens", "num_preemptions", b"num_preemptions", "num_promoted_blocks", b"num_promoted_blocks", "num_prompt_tokens", b"num_prompt_tokens", "num_quarantined_blocks", b"num_quarantined_blocks", "num_running", b"num_running", "num_saved_bytes", b"num_saved_bytes", "num_stale_messages", b"num_stale_messages", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "pools", b"pools", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "role", b"role", "tiers", b"tiers", "transfers", b"transfers", "waiting_steps", b"waiting_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -90,6 +90,12 @@ _COUNTERS: tuple[tuple[str, str, Callable[[worker_pb2.WorkerStats], float]], ...
     ("pdserve_stale_messages", "Messages for ended attempts", lambda s: s.num_stale_messages),
     ("pdserve_expired_leases", "Leases that ran out", lambda s: s.num_expired_leases),
     ("pdserve_steps", "Forward passes", lambda s: s.num_steps),
+    ("pdserve_ahead_steps", "Steps launched while one ran", lambda s: s.num_ahead_steps),
+    (
+        "pdserve_discarded_tokens",
+        "Tokens computed for a request that had ended",
+        lambda s: s.num_discarded_tokens,
+    ),
     ("pdserve_graph_replays", "Decode steps replayed from a graph", lambda s: s.num_graph_replays),
     (
         "pdserve_graph_recompiles",
@@ -101,6 +107,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[worker_pb2.WorkerStats], float]], ...
 _BY_REASON: tuple[tuple[str, str, Callable[[worker_pb2.WorkerStats], Mapping[str, int]]], ...] = (
     ("pdserve_worker_failures", "Failed attempts", lambda s: s.failures),
     ("pdserve_eager_steps", "Steps computed without a graph", lambda s: s.eager_steps),
+    ("pdserve_waiting_steps", "Steps not launched ahead", lambda s: s.waiting_steps),
 )
 
 _COLLECTIVES: tuple[tuple[str, str, Callable[[worker_pb2.CollectiveCount], float]], ...] = (

@@ -176,6 +176,9 @@ def _worker_status(
         "num_graph_replays": stats.num_graph_replays,
         "num_graph_recompiles": stats.num_graph_recompiles,
         "eager_steps": dict(stats.eager_steps),
+        "num_ahead_steps": stats.num_ahead_steps,
+        "num_discarded_tokens": stats.num_discarded_tokens,
+        "waiting_steps": dict(stats.waiting_steps),
         "num_steps": stats.num_steps,
         "data_parallel_ranks": [
             {

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from engine.adapters import Adapters
+from engine.ahead import AheadSteps
 from engine.block_manager import BlockManager
 from engine.device_draw import device_draw_of
 from engine.grammar import Grammars
@@ -31,6 +32,7 @@ from engine.worker.process import Start
 from engine.worker.rank_part import Leading, RankPart, build_parts
 from engine.worker.step import RankSampler, StepRunner
 from engine.worker.tier_ranks import TierRanks, tier_worker
+from kernels.ops import Ops
 from kvtransfer.registration import KVMemory
 from protos import worker_pb2
 
@@ -66,6 +68,8 @@ class Engine:
 
     def close(self) -> None:
         """End the other ranks; give back the cache's memory and the share of cores."""
+        if self.steps.ahead is not None:
+            self.steps.ahead.close()
         if self.leading is not None:
             self.leading.ranks.close()
         for pool in self.pools:
@@ -153,7 +157,14 @@ def build_engine(
         return RankSampler(verifier, _drafter(config, model, scheduler, memory))
 
     samplers = [sampler(pool.scheduler) for pool in pools]
-    steps = StepRunner(step_model, part.ops, samplers, grammars, counters, cores)
+    ahead, reason = None, ""
+    if role == worker_pb2.ROLE_DECODER:
+        reason = why_in_turn(config, part.ops)
+        if not reason:
+            assert isinstance(step_model, SingleStep), "there is one rank"
+            queue = part.ops.queue()
+            ahead = AheadSteps(step_model.runner, pools[0].scheduler, queue, counters.ahead)
+    steps = StepRunner(step_model, part.ops, samplers, grammars, counters, cores, ahead, reason)
     return Engine(
         hello=hello,
         memory=memory,
@@ -205,6 +216,22 @@ def _tier_jobs(
         followers_of(config.parallel, dp_rank),
         is_on=config.tiers.is_on,
     )
+
+
+def why_in_turn(config: WorkerConfig, ops: Ops) -> str:
+    """Why no step of this worker runs ahead; empty: they may.
+
+    Ranks get a step's tokens from the leader's host, and drafts are made from tokens there.
+    """
+    if config.async_scheduling == "off":
+        return "async_scheduling is off"
+    if config.parallel.world_size > 1:
+        return "several ranks"
+    if config.speculation != "none":
+        return "speculation"
+    if config.async_scheduling == "auto" and not ops.runs_ahead:
+        return "async_scheduling is auto, on a CPU"
+    return ""
 
 
 def _check_ranks(config: WorkerConfig, role: worker_pb2.Role.ValueType) -> None:

@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict, dataclass, field
 
-from engine.config import KVCacheDtype, Quantization, Speculation
+from engine.config import AsyncScheduling, KVCacheDtype, Quantization, Speculation
 from engine.parallel_config import ParallelConfig
 from kernels.ascend.environment import HCCLConfig
 from kernels.ascend.options import NpuOptions
@@ -13,6 +13,7 @@ from kvtransfer.tiers.config import TierConfig
 _NOT_IN_GRAPHS = frozenset(
     {
         "engine_id",
+        "async_scheduling",
         "model_name",
         "host",
         "cluster_token",
@@ -69,6 +70,8 @@ class WorkerConfig:
     """auto, reference, cpu or npu."""
     graph_mode: str = "auto"
     """How a decoder runs its batches; see decoder.graph."""
+    async_scheduling: AsyncScheduling = "auto"
+    """Whether a decoder prepares its next step while one runs; see engine.ahead."""
     quantization: Quantization = "none"
     """Of the weights, at load. Peers must agree: their KV would differ."""
     kv_cache_dtype: KVCacheDtype = "auto"

@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
+from engine.ahead import AheadStats
 from engine.expert_balancer import BalanceStats
 from engine.runner import ForwardStats
 from engine.speculation import DraftCounters
@@ -21,6 +22,7 @@ class LoopCounters:
     failures: Counter[str] = field(default_factory=Counter)
     forward: ForwardStats = field(default_factory=ForwardStats)
     """The runner's own."""
+    ahead: AheadStats = field(default_factory=AheadStats)
     balance: BalanceStats = field(default_factory=BalanceStats)
     """The model's own."""
     num_saved_bytes: int = 0

@@ -50,7 +50,7 @@ class SingleStep:
     """Of one data-parallel rank."""
 
     def __init__(self, runner: Runner) -> None:
-        self._runner = runner
+        self.runner = runner
         self.forward_stats = runner.forward_stats
         self.num_steps = 0
         self.num_dummy_steps = [0]
@@ -60,7 +60,7 @@ class SingleStep:
     ) -> list[RunnerOutput]:
         """See StepModel."""
         self.num_steps += 1
-        return [self._runner.run(scheduled[0], on_layer)]
+        return [self.runner.run(scheduled[0], on_layer)]
 
 
 class Lockstep:

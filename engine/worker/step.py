@@ -4,11 +4,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from engine.ahead import AheadSteps
 from engine.grammar import Grammars
 from engine.request import Request, RequestKey
 from engine.runner import RunnerOutput
 from engine.scheduler import ScheduledRequest
-from engine.speculation import Drafter, Verifier, rows_before, rows_kept
+from engine.speculation import Drafter, SampledTokens, Verifier, rows_before, rows_kept
 from engine.worker.convert import logprobs_to_proto, output_to_proto
 from engine.worker.cores import CoreShares
 from engine.worker.counters import LoopCounters
@@ -39,8 +40,14 @@ class StepRunner:
         grammars: Grammars,
         counters: LoopCounters,
         cores: CoreShares | None = None,
+        ahead: AheadSteps | None = None,
+        why_in_turn: str = "",
     ) -> None:
-        """samplers: of every data-parallel rank."""
+        """samplers: of every data-parallel rank. ahead: of the only one; None: steps run in turn,
+        and are counted under `why_in_turn`.
+        """
+        self.ahead = ahead
+        self._why_in_turn = why_in_turn
         self._model = model
         self._ops = ops
         self._samplers = samplers
@@ -61,22 +68,43 @@ class StepRunner:
         on_layer(i): called from inside the forward pass of the leader's own data-parallel rank once
         layer i's KV of this step is written.
         """
-        if self._cores is not None:
-            self._cores.set_busy(True)
-            self._borrow(self._cores.lent_flags())
+        self._take_cores()
+        if self._why_in_turn:
+            self._counters.ahead.waits[self._why_in_turn] += 1
         entries = [entry for of_rank in scheduled for entry in of_rank]
         self._grammars.prepare([entry.request for entry in entries if entry.samples])
         outputs = self._model.run(scheduled, on_layer)
-        for entry in entries:
-            self._counters.num_computed_tokens += entry.num_tokens
-            if entry.request.num_output_tokens == 0:
-                self._counters.num_prompt_tokens += entry.num_tokens
+        self._count(entries)
         emitted = []
         for sampler, of_rank, output in zip(self._samplers, scheduled, outputs, strict=True):
             if of_rank:
                 self._keep_prompt_logprobs(output)
                 emitted += self._sample(sampler, of_rank, output, on_layer)
         return emitted
+
+    def run_one(self, scheduled: Sequence[ScheduledRequest]) -> list[Emitted]:
+        """See `engine.pipeline.Steps`."""
+        return self.run([scheduled])
+
+    def launch(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        """See `engine.pipeline.Steps`."""
+        assert self.ahead is not None, "steps run in turn"
+        self._take_cores()
+        self._count(scheduled)
+        self._model.num_steps += 1
+        self.ahead.launch(scheduled)
+
+    def conclude(self) -> list[Emitted]:
+        """See `engine.pipeline.Steps`."""
+        assert self.ahead is not None, "steps run in turn"
+        return self._emit(self.ahead.conclude())
+
+    def _count(self, entries: Iterable[ScheduledRequest]) -> None:
+        """To be called before the tokens of these are known."""
+        for entry in entries:
+            self._counters.num_computed_tokens += entry.num_tokens
+            if entry.request.num_output_tokens == entry.num_unknown == 0:
+                self._counters.num_prompt_tokens += entry.num_tokens
 
     def _keep_prompt_logprobs(self, output: RunnerOutput) -> None:
         for part in output.prompt_logprobs:
@@ -100,6 +128,9 @@ class StepRunner:
         sampled = sampler.verifier.run(scheduled, output.logits)
         if sampler.drafter is not None:
             sampler.drafter.propose(rows_kept(scheduled, before), output.hidden, on_layer)
+        return self._emit(sampled)
+
+    def _emit(self, sampled: Sequence[SampledTokens]) -> list[Emitted]:
         self._counters.num_generated_tokens += sum(len(tokens.token_ids) for tokens in sampled)
         self._counters.drafts.add(sampled)
         emitted = []
@@ -111,6 +142,11 @@ class StepRunner:
                 message = worker_pb2.TokenOutput(key=message.key, error=f"grammar: {error}")
             emitted.append((request, message))
         return emitted
+
+    def _take_cores(self) -> None:
+        if self._cores is not None:
+            self._cores.set_busy(True)
+            self._borrow(self._cores.lent_flags())
 
     def _borrow(self, flags: list[int]) -> None:
         if flags != self._lent_flags:

@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from kernels import mla
 from kernels.cpu.build import build
+from kernels.device_queue import ThreadQueue
 from kernels.experts import ExchangeGroup, ExchangeSizes, ExpertsByParts, GroupedProduct
 from kernels.gating import Gating
 from kernels.kv_cache import KVCache, tensors_of
@@ -131,6 +132,7 @@ class CpuOps:
     cache_dtype = "float32"
     collectives = "gloo"
     samples_on_device = False
+    runs_ahead = False
     max_top_k = 2**31 - 1
 
     def check_int8_cache(self, *, is_latent: bool) -> None:
@@ -367,6 +369,10 @@ class CpuOps:
     def top_k_top_p(self, logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
         """See `Ops.top_k_top_p`."""
         return top_k_top_p(logits, top_k, top_p)
+
+    def queue(self) -> ThreadQueue:
+        """See `Ops.queue`."""
+        return ThreadQueue()
 
     def set_lent_threads(self, flags: Sequence[int]) -> None:
         """See `Ops.set_lent_threads`; torch's own number of threads comes on top."""

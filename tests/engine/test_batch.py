@@ -71,5 +71,5 @@ def test_buffers_grow_with_the_batch() -> None:
         request.block_ids = list(range(25))
     batch = builder.build([ScheduledRequest(request, 100) for request in requests])
     assert batch.input_ids.tolist() == list(range(100)) * 200
-    assert batch.kv.block_table.tolist() == [list(range(25))] * 200
+    assert batch.kv.block_table[:, :25].tolist() == [list(range(25))] * 200
     assert len(batch.sample_rows) == 200

@@ -65,6 +65,10 @@ def test_disaggregated_tokens_equal_transformers(
             {"transfer": {"transport": "memory"}, "graph_mode": "eager"}, id="memory, eager"
         ),
         pytest.param({"num_blocks": 20, "max_num_batched_tokens": 64}, id="tiny pool"),
+        pytest.param(
+            {"num_blocks": 20, "max_num_batched_tokens": 64, "async_scheduling": "on"},
+            id="tiny pool, steps ahead",
+        ),
     ],
 )
 async def test_tokens_are_the_same_by_any_way(
@@ -79,5 +83,7 @@ async def test_tokens_are_the_same_by_any_way(
         (decoder,) = service.of_role("decoder")
         if "num_blocks" in worker:
             assert decoder.stats().num_preemptions > 0
+        if "async_scheduling" in worker:
+            assert decoder.stats().num_ahead_steps > _NUM_TOKENS
         service.assert_idle()
     assert outputs == [expected[i] for i in few]

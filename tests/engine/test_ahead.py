@@ -1,0 +1,94 @@
+"""Steps launched ahead give the tokens of steps one by one, whatever ends or leaves meanwhile."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from decoder.graph import graph_forward
+from engine.colocated import ColocatedEngine
+from engine.models import CausalLM
+from engine.request import Request, SamplingParams
+from engine.scheduler import SchedulerConfig
+from kernels.ops import select_ops
+from tests.engine.steps import random_token_ids
+from tests.engine.test_after_transfer import FAMILIES
+from tests.engine.tiny import from_hf
+
+OPS = select_ops("auto")
+PREFIX = random_token_ids(24, seed=0)
+Ways = Sequence[dict[str, Any]]
+WAYS: Ways = (
+    {},
+    {"temperature": 0.9, "top_k": 7},
+    {"temperature": 1.2, "top_p": 0.8, "min_tokens": 9},
+    {"temperature": 0.7, "min_p": 0.05, "logit_bias": {5: 2.0}},
+    {"num_logprobs": 2},
+    {"temperature": 1.0},
+)
+HELD_UP: Ways = (
+    {"repetition_penalty": 1.3, "temperature": 0.8},
+    {"frequency_penalty": 0.5},
+    {"num_prompt_logprobs": 1},
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
+    return from_hf(FAMILIES["qwen3"](), tmp_path_factory.mktemp("model"), OPS)
+
+
+def requests(ways: Ways) -> list[Request]:
+    made = []
+    for i, way in enumerate(ways):
+        prompt = PREFIX + random_token_ids(3 + 4 * i, seed=i)
+        sampling = SamplingParams(**{"seed": i, "max_tokens": 20 + i, "ignore_eos": True} | way)
+        made.append(Request(f"{i}", 0, prompt, len(prompt), sampling))
+    return made
+
+
+def make_engine(model: CausalLM, *, is_async: bool, num_blocks: int = 60) -> ColocatedEngine:
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=24, max_model_len=120)
+    return ColocatedEngine(
+        model,
+        OPS,
+        num_blocks=num_blocks,
+        block_size=8,
+        scheduler_config=config,
+        make_forward=graph_forward("auto", lambda phase, progress: None),
+        async_scheduling=is_async,
+    )
+
+
+def one_by_one(model: CausalLM, ways: Ways) -> list[list[int]]:
+    made = requests(ways)
+    make_engine(model, is_async=False).generate(made)
+    return [request.token_ids for request in made]
+
+
+def with_stops(ways: Ways, tokens: Sequence[Sequence[int]]) -> Ways:
+    """Ways that end in the middle, by a token that nobody knows ahead."""
+    stops = [frozenset({ids[-8]}) for ids in tokens]
+    return [way | {"stop_token_ids": stop} for way, stop in zip(ways, stops, strict=True)]
+
+
+@pytest.mark.parametrize("num_blocks", [60, 16])
+@pytest.mark.parametrize("ways", [WAYS, WAYS + HELD_UP])
+def test_tokens_are_those_of_steps_one_by_one(model: CausalLM, ways: Ways, num_blocks: int) -> None:
+    expected = one_by_one(model, ways)
+    stopping = with_stops(ways, expected)
+    engine = make_engine(model, is_async=True, num_blocks=num_blocks)
+    assert engine.ahead is not None
+    for chosen, wanted in ((ways, expected), (stopping, one_by_one(model, stopping))):
+        made = requests(chosen)
+        engine.generate(made)
+        assert [request.token_ids for request in made] == wanted
+        assert len(made[4].finish_reason.name) > 0
+    engine.close()
+    stats = engine.ahead.stats
+    print(stats, engine.scheduler.num_preemptions)
+    assert stats.num_ahead > 20
+    assert stats.num_discarded > 0
+    assert (engine.scheduler.num_preemptions > 0) == (num_blocks == 16)
+    engine.block_manager.check_integrity([])
+    assert engine.block_manager.num_held_blocks == 0
