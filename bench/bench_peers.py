@@ -3,7 +3,8 @@
 Peers are started from environments of their own, see services.py:
     python bench/export_model.py build/model
     python bench/bench_peers.py --vllm ENV --vllm-model build/model --llama ENV --gguf m.gguf
-Without --vllm and --llama it shows the two forms of our own alone. --only takes part of a name.
+Without --vllm and --llama it shows the two forms of our own alone. --only and --load take part of a
+name.
 """
 
 import argparse
@@ -50,12 +51,12 @@ def measure(target: Target, load: LoadConfig) -> Values:
     return summarize(load, result, slo_ttft_s=SLO_TTFT_S, slo_tpot_s=SLO_TPOT_S)
 
 
-def measure_service(service: Service) -> dict[str, Values]:
+def measure_service(service: Service, only_load: str) -> dict[str, Values]:
     """Start it, put on it every load that it can serve, print a row for each."""
     summaries = {}
     with service.running() as target:
         for name, load in LOADS.items():
-            if (load.concurrency or 1) > service.max_concurrency:
+            if only_load not in name or (load.concurrency or 1) > service.max_concurrency:
                 continue
             summary = summaries[name] = measure(target, load)
             print(
@@ -76,6 +77,7 @@ def main() -> None:
     parser.add_argument("--llama", type=Path, help="environment with llama-cpp-python")
     parser.add_argument("--gguf", type=Path, action="append", default=[], help="for --llama")
     parser.add_argument("--only", default="", help="part of a service's name")
+    parser.add_argument("--load", default="", help="part of a load's name")
     parser.add_argument("-o", "--output", type=Path, default=Path("build/bench_peers.json"))
     arguments = parser.parse_args()
     model = ["--model", arguments.model]
@@ -87,7 +89,7 @@ def main() -> None:
     print("| load | service | TTFT p50 ms | TPOT p50 ms | ITL p99 ms | tok/s | errors |")
     print("|---|---|---|---|---|---|---|")
     results = {
-        service.name: measure_service(service)
+        service.name: measure_service(service, arguments.load)
         for service in services
         if arguments.only in service.name
     }
