@@ -62,6 +62,7 @@ class ManagedWorker:
         self._on_change = on_change
         self._actor: asyncio.Task[RayWorker] | None = None
         self._channel: grpc.aio.Channel | None = None
+        self._break: asyncio.Task[None] | None = None
         self._num_failures = 0
         self._ready_since_s = 0.0
         self._info_task: asyncio.Task[Info] | None = None
@@ -206,19 +207,13 @@ class ManagedWorker:
             return
         if self._info_task is None:
             self._info_task = asyncio.ensure_future(actor.info(self._config.poll_s))
-        channel = self._open_channel()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._config.poll_s):
-                while (state := channel.get_state(try_to_connect=True)) in (
-                    grpc.ChannelConnectivity.IDLE,
-                    grpc.ChannelConnectivity.CONNECTING,
-                    grpc.ChannelConnectivity.READY,
-                ):
-                    was_connected = state == grpc.ChannelConnectivity.READY
-                    await channel.wait_for_state_change(state)
-                    if was_connected:
-                        break
-                await self._check_connection()
+        if self._break is None:
+            self._break = asyncio.create_task(_broken(self._open_channel()))
+        # NOTE: one watch over many pauses: gRPC keeps one that is cancelled until the channel ends.
+        await asyncio.wait({self._break}, timeout=self._config.poll_s)
+        if self._break.done():
+            self._break = None
+            await self._check_connection()
 
     async def _check_connection(self) -> None:
         """After a break: drop the worker at once if nobody listens any more; Ray tells later."""
@@ -246,6 +241,9 @@ class ManagedWorker:
 
     async def _close_channel(self) -> None:
         channel, self._channel = self._channel, None
+        if self._break is not None:
+            self._break.cancel()
+            self._break = None
         if channel is not None:
             await channel.close()
 
@@ -270,3 +268,15 @@ class ManagedWorker:
             setattr(self.entry, name, value)
         if self.entry != before:
             self._on_change()
+
+
+async def _broken(channel: grpc.aio.Channel) -> None:
+    """Return once the channel was connected and is no more, or cannot be."""
+    while (state := channel.get_state(try_to_connect=True)) in (
+        grpc.ChannelConnectivity.IDLE,
+        grpc.ChannelConnectivity.CONNECTING,
+        grpc.ChannelConnectivity.READY,
+    ):
+        await channel.wait_for_state_change(state)
+        if state == grpc.ChannelConnectivity.READY:
+            return
