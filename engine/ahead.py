@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch
+from engine.block_table import GrowableArray
 from engine.device_draw import can_draw, device_draw_of
 from engine.logprobs import TokenLogprobs
 from engine.penalties import is_penalised
@@ -74,6 +75,7 @@ class AheadSteps:
         self._queue = queue
         # NOTE: two, in turn: a step still reads its batch while the next one is built.
         self._builders = deque([runner.builder(queue), runner.builder(queue)])
+        self._source_rows = deque(GrowableArray(512, queue.host_ints) for _ in range(2))
         config = runner.model_config
         self._sampler = Sampler(config.vocab_size, config.eos_token_ids, device_draw_of(runner.ops))
         self._tokens = torch.zeros(
@@ -100,6 +102,7 @@ class AheadSteps:
         """Start a step, behind the one under way; does not wait for either."""
         previous = self._under_way[-1] if self._under_way else None
         self._builders.rotate()
+        self._source_rows.rotate()
         batch = self._builders[0].build(scheduled)
         sampling = [entry for entry in scheduled if entry.samples]
         draws = self._sampler.prepare(
@@ -151,9 +154,9 @@ class AheadSteps:
             sources += [-1] * entry.num_tokens
             if entry.num_unknown:
                 sources[-1] = rows[id(entry.request)]
-        values = self._queue.host_ints(len(sources))
-        values.copy_(torch.tensor(sources, dtype=torch.int32))
-        return self._queue.to_device(values)
+        buffer = self._source_rows[0]
+        buffer.take(len(sources))[:] = sources
+        return self._queue.to_device(buffer.tensor(len(sources)))
 
     @torch.inference_mode()
     def _run(self, batch: Batch, sources: Tensor | None, draws: Draws) -> _Drawn:

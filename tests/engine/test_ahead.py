@@ -8,9 +8,13 @@ import pytest
 from decoder.graph import graph_forward
 from engine.colocated import ColocatedEngine
 from engine.models import CausalLM
-from engine.request import Request, SamplingParams
+from engine.parallel_config import ParallelConfig
+from engine.request import FinishReason, Request, SamplingParams
 from engine.scheduler import SchedulerConfig
+from engine.worker.assembly import why_in_turn
+from engine.worker.config import WorkerConfig
 from kernels.ops import select_ops
+from kernels.reference import ReferenceOps
 from tests.engine.steps import random_token_ids
 from tests.engine.test_after_transfer import FAMILIES
 from tests.engine.tiny import from_hf
@@ -26,6 +30,7 @@ WAYS: Ways = (
     {"num_logprobs": 2},
     {"temperature": 1.0},
 )
+TWO_RANKS = ParallelConfig(tp_size=2)
 HELD_UP: Ways = (
     {"repetition_penalty": 1.3, "temperature": 0.8},
     {"frequency_penalty": 0.5},
@@ -83,12 +88,50 @@ def test_tokens_are_those_of_steps_one_by_one(model: CausalLM, ways: Ways, num_b
         made = requests(chosen)
         engine.generate(made)
         assert [request.token_ids for request in made] == wanted
-        assert len(made[4].finish_reason.name) > 0
+        ended = {request.finish_reason for request in made}
+        assert (FinishReason.STOP in ended) == (chosen is stopping)
     engine.close()
     stats = engine.ahead.stats
-    print(stats, engine.scheduler.num_preemptions)
     assert stats.num_ahead > 20
     assert stats.num_discarded > 0
+    assert (stats.waits["penalties"] > 0) == (ways != WAYS)
     assert (engine.scheduler.num_preemptions > 0) == (num_blocks == 16)
     engine.block_manager.check_integrity([])
     assert engine.block_manager.num_held_blocks == 0
+
+
+def test_a_request_that_leaves_while_its_step_runs_holds_nobody_up(model: CausalLM) -> None:
+    expected = one_by_one(model, WAYS)
+    engine = make_engine(model, is_async=True, num_blocks=24)
+    made = requests(WAYS)
+    for request in made:
+        engine.scheduler.add(request)
+    while made[1].num_output_tokens < 5:
+        engine.step()
+    assert made[1].num_running_tokens == 1
+    engine.scheduler.remove(made[1])
+    assert made[1].block_ids == []
+    assert engine.block_manager.num_quarantined_blocks > 0, "a step may still write there"
+    engine.generate([])
+    engine.close()
+    assert made[1].num_output_tokens == 5
+    assert [r.token_ids for r in (made[0], *made[2:])] == [expected[0], *expected[2:]]
+    assert engine.block_manager.num_held_blocks == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "on_cpu", "on_npu"),
+    [
+        ({}, "async_scheduling is auto, on a CPU", ""),
+        ({"async_scheduling": "on"}, "", ""),
+        ({"async_scheduling": "off"}, *2 * ("async_scheduling is off",)),
+        ({"async_scheduling": "on", "speculation": "ngram"}, *2 * ("speculation",)),
+        ({"async_scheduling": "on", "parallel": TWO_RANKS}, *2 * ("several ranks",)),
+    ],
+)
+def test_steps_run_ahead_where_they_may(options: dict[str, Any], on_cpu: str, on_npu: str) -> None:
+    config = WorkerConfig(engine_id="decoder-0", model_path="", model_name="", **options)
+    beside = ReferenceOps()
+    beside.runs_ahead = True
+    assert why_in_turn(config, ReferenceOps()) == on_cpu
+    assert why_in_turn(config, beside) == on_npu

@@ -11,7 +11,9 @@ from engine.colocated import ColocatedEngine
 from engine.scheduler import SchedulerConfig
 from kernels.ascend.queue import StreamQueue
 from kernels.npu import NpuOps
+from tests.npu.fake_npu import FakeNpu
 from tests.npu.families import BLOCK_SIZE, family
+from tests.npu.test_graph_modes import FewAclSizes, decode
 from tests.npu.test_sampling import PLAIN, requests
 from tests.npu.test_tokens import npu_ops
 
@@ -77,8 +79,12 @@ class ReadsOfTheDevice(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def stream_ops() -> StreamOps:
+    return StreamOps(device=torch.device("cpu"), dtype=torch.float32, options=npu_ops().options)
+
+
 def make_engine(*, is_async: bool) -> tuple[ColocatedEngine, StreamOps]:
-    ops = StreamOps(device=torch.device("cpu"), dtype=torch.float32, options=npu_ops().options)
+    ops = stream_ops()
     engine = ColocatedEngine(
         family("qwen3", ops),
         ops,
@@ -122,6 +128,16 @@ def test_a_launch_reads_nothing_of_what_a_step_computes() -> None:
     engine.ahead.conclude()
     engine.close()
     assert all(request.num_output_tokens == 2 for request in made)
+
+
+def test_captured_graphs_are_replayed_ahead_too() -> None:
+    ops = stream_ops()
+    model = family("qwen3", ops)
+    expected, _ = decode(model, ops, None)
+    backend = FewAclSizes(ops, npu=FakeNpu())
+    tokens, graphs = decode(model, ops, backend, async_scheduling=True)
+    assert tokens == expected
+    assert graphs.stats.num_replays > 0
 
 
 def test_requests_that_the_host_draws_take_steps_in_turn() -> None:

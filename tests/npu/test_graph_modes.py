@@ -79,7 +79,9 @@ class FewAclSizes(FewSizes, AclGraphBackend):
     pass
 
 
-def decode(model: CausalLM, ops: NpuOps, backend: Any) -> tuple[list[list[int]], GraphRunner]:
+def decode(
+    model: CausalLM, ops: NpuOps, backend: Any, *, async_scheduling: bool = False
+) -> tuple[list[list[int]], GraphRunner]:
     runners = []
 
     def make_forward(model: CausalLM, ops: Any, memory: ForwardMemory) -> GraphRunner:
@@ -94,6 +96,7 @@ def decode(model: CausalLM, ops: NpuOps, backend: Any) -> tuple[list[list[int]],
         block_size=BLOCK_SIZE,
         scheduler_config=SchedulerConfig(max_num_seqs=4, max_model_len=384),
         make_forward=make_forward,
+        async_scheduling=async_scheduling,
     )
     requests = [make_request(i, prompt) for i, prompt in enumerate(prompts(*LENGTHS))]
     requests = [
