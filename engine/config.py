@@ -29,7 +29,8 @@ Speculation = Literal["none", "ngram", "mtp"]
 AsyncScheduling = Literal["auto", "on", "off"]
 """Whether the next step is prepared while one runs.
 
-auto: where the device works beside the host, as NPUs do; not on CPUs, where both share the cores.
+auto: where the device works beside the host, as NPUs do; not on CPUs, where both share the cores
+and a step takes as long either way (bench/bench_async.py).
 """
 
 
