@@ -5,7 +5,7 @@ it gets. Tensors are [rows, ...]; gather and scatter are along dim 0, by rank.
 
 Bytes are those that one rank sends: the payload for the others in an all-to-all, and what a ring
 sends in the rest, with n bytes and p ranks: all_reduce 2 n (p - 1) / p; reduce_scatter and
-all_gather n (p - 1) / p, where n is the size of the whole; broadcast n.
+all_gather n (p - 1) / p, where n is the size of the whole; broadcast and send n.
 """
 
 from collections.abc import Sequence
@@ -188,6 +188,22 @@ class ProcessGroup:
         """As `broadcast`; x must stay as it is until the end is waited for."""
         self._count("broadcast", _size(x) if source == self.rank else 0)
         work: Pending | None = dist.broadcast(x, group=self._group, group_src=source, async_op=True)
+        assert work is not None, "this rank is in the group"
+        return work
+
+    def start_send(self, x: Tensor, target: int) -> Pending:
+        """Send x, which is contiguous, to rank `target` of the group; it must stay as it is until
+        the end is waited for.
+        """
+        self._count("send", _size(x))
+        work: Pending | None = dist.isend(x, group=self._group, group_dst=target)
+        assert work is not None, "this rank is in the group"
+        return work
+
+    def start_receive(self, out: Tensor, source: int) -> Pending:
+        """Receive what rank `source` sends next into `out`, which has its shape and dtype."""
+        self._count("receive", 0)
+        work: Pending | None = dist.irecv(out, group=self._group, group_src=source)
         assert work is not None, "this rank is in the group"
         return work
 

@@ -4,6 +4,7 @@ import torch
 
 from engine.config import ModelConfig
 from engine.parallel import Parallel, split_kv_heads
+from engine.stages import stage_of
 from kernels.kv_cache import KVCache, QuantizedCache
 from kvtransfer.layout import KVLayout
 from kvtransfer.registration import TORCH_DTYPES
@@ -23,13 +24,14 @@ def kv_layout(
     Raises: ValueError: the KV heads cannot be split over the ranks.
     """
     parallel, mla = parallel or Parallel(), config.mla
+    stage = stage_of(config.num_layers, parallel.config)
     # Latents are not split, whatever the number of heads.
     num_heads = (
         config.num_kv_heads if mla else len(split_kv_heads(config.num_kv_heads, parallel.tp))
     )
     return KVLayout(
         dtype=dtype,
-        num_layers=config.num_kv_layers,
+        num_layers=len(stage.layers) + config.num_kv_layers - config.num_layers,
         num_kv_heads=num_heads,
         head_dim=config.head_dim,
         block_size=block_size,
@@ -39,6 +41,10 @@ def kv_layout(
         kv_lora_rank=mla.kv_lora_rank if mla else 0,
         rope_dim=mla.qk_rope_head_dim if mla else 0,
         scale_dtype=SCALE_DTYPE if dtype == "int8" else "",
+        first_layer=stage.layers.start,
+        total_num_layers=config.num_kv_layers,
+        pp_rank=parallel.config.pp_rank,
+        pp_size=parallel.config.pp_size,
     )
 
 

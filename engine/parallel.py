@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import Store
 from engine.collectives import CollectiveCounters, Group, ProcessGroup, SingleGroup
 from engine.parallel_config import ParallelConfig
 from engine.side_thread import SideThread
+from engine.stage_link import StageLink
 from engine.step_plan import StepPlan
 from engine.turns import Turns
 from kernels.experts import ExchangeGroup
@@ -31,6 +32,8 @@ class Parallel:
     """Ranks of the same tp_rank with other rows of the same requests."""
     ep: Group = field(default_factory=SingleGroup)
     world: Group = field(default_factory=SingleGroup)
+    link: StageLink | None = None
+    """To the ranks of the same place in the other stages; None: there is one stage."""
     fused_tp: ExchangeGroup | None = None
     """The ranks of `tp`, for operators of the device that communicate themselves; None: it has
     none.
@@ -90,12 +93,20 @@ def join(
     has_device = "hccl" in backend
     world, tp, ep = range(config.world_size), config.tp_size, config.ep_size
     sharing_experts = [tuple(r for r in world if r // ep == i // ep) for i in world]
-    alike = [tuple(r for r in world if r % tp == i % tp) for i in world]
+    stage = config.stage_size
+    alike = [tuple(r for r in world if (r // stage, r % tp) == (i // stage, i % tp)) for i in world]
+    stages = [tuple(r for r in world if r % stage == i % stage) for i in world]
     # NOTE: groups of their own. What goes on beside a step must not be mixed up with its calls.
     shards = bool(config.layer_sharding)
     layer_ranks = [tuple(r for r in world if r // tp == i // tp) for i in world]
     sharing_layers = group("tp", layer_ranks, turns)
     replicas = group("dp" if config.cp_size == 1 else "cp", alike, turns) or SingleGroup()
+    link = None
+    if config.pp_size > 1:
+        forward, back = group("pp", stages), group("pp_back", stages)
+        assert forward is not None, "this rank is in a stage"
+        assert back is not None, "this rank is in a stage"
+        link = StageLink(forward, back, config.max_steps_under_way)
     return Parallel(
         config=config,
         tp=sharing_layers or SingleGroup(),
@@ -105,6 +116,7 @@ def join(
         cp=replicas if config.cp_size > 1 else SingleGroup(),
         ep=group("ep", sharing_experts, turns) or SingleGroup(),
         world=group("world", [tuple(world)], turns) or SingleGroup(),
+        link=link,
         copies=group("copies", alike) if shards else None,
         everyone=group("everyone", [tuple(world)]) if shards else None,
         # HCCL connects a group when it is first used: where nobody uses it, it costs nothing.

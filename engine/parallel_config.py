@@ -8,6 +8,9 @@ Rank = dp_rank * tp_size + tp_rank, or cp_rank * tp_size + tp_rank. With DP 2, T
 Attention and dense layers are split over a tensor-parallel group; data-parallel groups hold other
 requests; context-parallel groups, in their place, other rows of the same ones. Experts are dealt
 out over an expert-parallel group; with ep_size 1 they are split like dense layers.
+
+With pp_size stages, each of them is so many neighbouring ranks, spread like this, and has some of
+the layers: rank = pp_rank * stage_size + rank within the stage.
 """
 
 from collections.abc import Mapping
@@ -82,7 +85,11 @@ class ParallelConfig:
     cp_min_tokens: Annotated[int, Ge(1)] = 64
     """With cp_size above 1: a request's tokens of a step are not split if they are fewer."""
     ep_size: Annotated[int, Ge(1)] = 1
-    """Ranks that share the experts: 1, or a divisor of world_size."""
+    """Ranks that share the experts: 1, or a divisor of stage_size."""
+    pp_size: Annotated[int, Ge(1)] = 1
+    """Stages, of stage_size ranks each, that have the layers among them."""
+    pp_layers: tuple[int, ...] = ()
+    """Layers of each stage; empty: as engine.stages says."""
     rank: Annotated[int, Ge(0)] = 0
     """This rank, of world_size."""
     moe_comm: MoEComm = "zero_redundancy"
@@ -121,16 +128,55 @@ class ParallelConfig:
             raise ValueError(
                 "dual_batch_overlap takes tp_size or ep_size above 1: layers communicate nothing"
             )
-        if self.world_size % self.ep_size:
+        if self.stage_size % self.ep_size:
             raise ValueError(
                 f"ep_size is {self.ep_size}, must divide tp_size * dp_size * cp_size = "
-                f"{self.world_size}"
+                f"{self.stage_size}"
             )
 
     @property
     def world_size(self) -> int:
         """Ranks of the engine."""
+        return self.stage_size * self.pp_size
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of one stage: of the engine, if it has one."""
         return self.tp_size * self.dp_size * self.cp_size
+
+    def pipeline_problems(self, *, has_tiers: bool, speculation: str) -> list[str]:
+        """What does not go with several stages, by field and value; of one there is nothing."""
+        if self.pp_size == 1:
+            return [f"pp_layers is {list(self.pp_layers)}: pp is 1"] if self.pp_layers else []
+        problems = []
+        if self.pp_layers and len(self.pp_layers) != self.pp_size:
+            problems.append(f"pp_layers is {list(self.pp_layers)}: must be {self.pp_size} numbers")
+        n = self.pp_size
+        found = {
+            f"dp is {self.dp_size}: does not go with pp {n}": self.dp_size > 1,
+            f"cp is {self.cp_size}: does not go with pp {n}": self.cp_size > 1,
+            f"eplb.mode is {self.eplb.mode}: does not go with pp {n}": self.eplb.mode != "off",
+            f"eplb.heat_file is set: does not go with pp {n}": bool(self.eplb.heat_file),
+            f"layer_sharding is {list(self.layer_sharding)}: does not go with pp {n}": bool(
+                self.layer_sharding
+            ),
+            f"dual_batch_overlap is true: does not go with pp {n}": self.dual_batch_overlap,
+            f"pp is {n}: does not go with tiers": has_tiers,
+            f"pp is {n}: does not go with speculation mtp": speculation == "mtp",
+        }
+        return problems + [problem for problem, is_so in found.items() if is_so]
+
+    @property
+    def max_steps_under_way(self) -> int:
+        """Steps that stages compute at once: one each, and one more, so that no stage waits for the
+        leader to learn that the last has ended one.
+        """
+        return self.pp_size + 1 if self.pp_size > 1 else 1
+
+    @property
+    def pp_rank(self) -> int:
+        """Which stage this rank is in."""
+        return self.rank // self.stage_size
 
     @property
     def has_even_rows(self) -> bool:
@@ -147,7 +193,7 @@ class ParallelConfig:
     @property
     def dp_rank(self) -> int:
         """Whose requests this rank computes."""
-        return self.rank // (self.tp_size * self.cp_size)
+        return self.rank % self.stage_size // (self.tp_size * self.cp_size)
 
     @property
     def cp_rank(self) -> int:
@@ -165,5 +211,6 @@ class ParallelConfig:
         own = {
             "eplb": EplbConfig(**values["eplb"]),
             "layer_sharding": tuple(values["layer_sharding"]),
+            "pp_layers": tuple(values["pp_layers"]),
         }
         return cls(**{**values, **own})

@@ -132,6 +132,7 @@ class Scheduler:
         self._reserved = RequestQueue()
         self._waiting = RequestQueue()
         self._preempted: set[RequestKey] = set()
+        self._under_way: set[RequestKey] = set()
         self._next_order = 0
         self._front_order = 0
         self._num_begun = 0
@@ -244,8 +245,9 @@ class Scheduler:
         """
         self._seat_arrived()
         preempted = self._grow_running()
+        running = [r for r in self._running if r.key not in self._under_way]
         # NOTE: not after a preemption, or the victim would take its blocks back at once.
-        scheduled = self._choose(list(self._running), may_admit=not preempted)
+        scheduled = self._choose(running, may_admit=not preempted)
         return SchedulerOutput(scheduled, preempted)
 
     def schedule_ahead(self) -> list[ScheduledRequest] | None:
@@ -288,6 +290,17 @@ class Scheduler:
         self.update(scheduled, token_ids)
         return counts
 
+    def launch(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        """Record a step of a pipeline that was begun, without drafts: what comes next is computed
+        after it on every rank. Requests that sample rest until `update`, with their entries alone.
+        """
+        for entry in scheduled:
+            if entry.samples:
+                self._under_way.add(entry.request.key)
+            else:
+                entry.request.num_computed_tokens += entry.num_tokens
+                self.block_manager.register_computed(entry.request)
+
     def update(self, scheduled: Sequence[ScheduledRequest], token_ids: Sequence[int]) -> None:
         """Record a step that ran; `token_ids` has one token per entry that `samples`, in order.
 
@@ -300,6 +313,7 @@ class Scheduler:
             token_id = next(sampled) if entry.samples else None
             if self._requests.get(request.key) is not request or request not in self._running:
                 continue
+            self._under_way.discard(request.key)
             request.num_computed_tokens += entry.num_tokens - entry.num_drafts
             self.block_manager.register_computed(request)
             if token_id is not None:
@@ -338,6 +352,7 @@ class Scheduler:
             return
         del self._requests[request.key]
         self._preempted.discard(request.key)
+        self._under_way.discard(request.key)
         for queue in (self._running, self._arrived, self._reserved, self._waiting):
             if queue.remove(request):
                 return

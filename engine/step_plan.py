@@ -68,7 +68,7 @@ def plan_step(
         return plan
     peers = config.ep_size - 1
     # What one rank sends, on average, and gets back.
-    routed = sum(num_rows) / config.world_size * num_experts_per_tok * peers / config.ep_size
+    routed = sum(num_rows) / config.stage_size * num_experts_per_tok * peers / config.ep_size
     gathered = plan.own_bucket(config.tp_size) * peers
     plan.gathers = MIN_GAIN * gathered <= routed
     return plan

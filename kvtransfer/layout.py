@@ -38,6 +38,7 @@ class KVLayout:
 
     dtype: str
     num_layers: int
+    """Layers held by this rank."""
     num_kv_heads: int
     """Heads held by this rank."""
     head_dim: int
@@ -55,6 +56,35 @@ class KVLayout:
     """Quantisation of the weights that compute the KV: others give other KV."""
     scale_dtype: str = ""
     """Type of one scale per token and head, for quantised KV; empty: no scales."""
+    first_layer: int = 0
+    """Of the model, that is the first one here."""
+    total_num_layers: int = 0
+    """Layers of the whole model; 0 means num_layers."""
+    pp_rank: int = 0
+    """Which of pp_size stages, each with some of the layers, this rank is in."""
+    pp_size: int = 1
+
+    @property
+    def num_model_layers(self) -> int:
+        """Layers of the whole model."""
+        return self.total_num_layers or self.num_layers
+
+    @property
+    def engine_rank(self) -> int:
+        """This rank among all that hold a part of the same blocks."""
+        return self.pp_rank * self.tp_size + self.tp_rank
+
+    @property
+    def whole_layers(self) -> "KVLayout":
+        """The same with all layers in one stage."""
+        return replace(
+            self,
+            num_layers=self.num_model_layers,
+            first_layer=0,
+            total_num_layers=0,
+            pp_rank=0,
+            pp_size=1,
+        )
 
     @property
     def parts(self) -> tuple[KVPart, ...]:
@@ -112,10 +142,12 @@ class KVLayout:
         return part.num_heads * self.block_size * part.slot_bytes
 
     def for_rank(self, tp_rank: int, tp_size: int) -> "KVLayout":
-        """The layout of rank tp_rank where the same model is split over tp_size ranks."""
+        """The layout of rank tp_rank where the same model is split over tp_size ranks, with all
+        layers in each.
+        """
         total = self.num_model_heads
         return replace(
-            self,
+            self.whole_layers,
             tp_rank=tp_rank,
             tp_size=tp_size,
             num_kv_heads=1 if self.kv_lora_rank else max(1, total // tp_size),
@@ -142,4 +174,8 @@ class KVLayout:
             rope_dim=message.rope_dim,
             weights=message.weights,
             scale_dtype=message.scale_dtype,
+            first_layer=message.first_layer,
+            total_num_layers=message.total_num_layers,
+            pp_rank=message.pp_rank,
+            pp_size=message.pp_size or 1,
         )

@@ -54,7 +54,8 @@ class PushPlanner:
             planned = self._plan(key, placement, copies)
             for part_idx, moves in enumerate(planned.plan.moves):
                 source = self._memory.regions[num_parts * layer_idx + part_idx]
-                target = self._regions[num_parts * layer_idx + part_idx]
+                target_idx = self._resharding.target_layer + layer_idx
+                target = self._regions[num_parts * target_idx + part_idx]
                 source_end, target_end = planned.ends[part_idx]
                 if source_end > source.num_bytes or target_end > target.num_bytes:
                     raise TransferError(f"block out of range in a push of layer {layer_idx}")

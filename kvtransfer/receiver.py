@@ -285,7 +285,7 @@ class Receiver(worker_pb2_grpc.KVLinkServicer):
             reservation = self._reservations.get(key)
             if writer.is_broken:
                 return
-            rank = writer.tp_rank
+            rank = writer.rank
             if reservation is None:
                 reason = "these blocks are not expected (any more)"
             elif rank in reservation.parts and reservation.parts[rank].writer is writer:
@@ -328,7 +328,7 @@ class Receiver(worker_pb2_grpc.KVLinkServicer):
         The lock is held.
         """
         reservation = self._reservations.get(key)
-        part = reservation.parts.get(writer.tp_rank) if reservation is not None else None
+        part = reservation.parts.get(writer.rank) if reservation is not None else None
         if (
             reservation is None
             or part is None
@@ -347,7 +347,7 @@ class Receiver(worker_pb2_grpc.KVLinkServicer):
         What is wrong now, or not there yet, is looked at again at the end.
         """
         verification = self._verification(reservation, part)
-        num_layers = self._memory.layout.num_layers
+        num_layers = part.writer.resharding.source.num_layers
         for layer_idx, checksum in zip(progress.layer_idx, progress.checksums, strict=False):
             if reservation.is_ended or layer_idx >= num_layers:
                 return
@@ -447,7 +447,7 @@ class Receiver(worker_pb2_grpc.KVLinkServicer):
             writer.is_broken = True
             broken = []
             for key, reservation in self._reservations.items():
-                part = reservation.parts.get(writer.tp_rank)
+                part = reservation.parts.get(writer.rank)
                 if part is None or part.writer is not writer or part.state is not PartState.WRITING:
                     continue
                 part.state = PartState.QUARANTINED
@@ -477,7 +477,7 @@ class Receiver(worker_pb2_grpc.KVLinkServicer):
         self._conclude(key, reservation, part, ("", ""))
 
     def _peer(self, writer: WriterStream) -> PeerCounters:
-        return self._counters.peers.setdefault((writer.engine_id, writer.tp_rank), PeerCounters())
+        return self._counters.peers.setdefault((writer.engine_id, writer.rank), PeerCounters())
 
     def _emit(self) -> None:
         """Call on_event for what was decided, in the order in which it was."""

@@ -45,7 +45,7 @@ class Reservation(Generic[WriterT]):
     """Of the writer, once its first rank was granted."""
     needed_ranks: frozenset[int] = frozenset()
     parts: dict[int, Part[WriterT]] = field(default_factory=dict)
-    """By tp_rank of the writer."""
+    """By rank of the writer in its engine."""
     is_cancelled: bool = False
     is_failed: bool = False
 
@@ -68,23 +68,23 @@ class Reservation(Generic[WriterT]):
         """Whether no rank that was granted can write any more."""
         return all(part.state is PartState.OVER for part in self.parts.values())
 
-    def refusal(self, engine_id: str, tp_rank: int, needed_ranks: frozenset[int]) -> str:
+    def refusal(self, engine_id: str, rank: int, needed_ranks: frozenset[int]) -> str:
         """Why this rank may not write; empty if it may."""
         if self.is_ended:
             return "these blocks are not expected (any more)"
-        if tp_rank in self.parts or (
+        if rank in self.parts or (
             self.parts and (engine_id, needed_ranks) != (self.engine_id, self.needed_ranks)
         ):
             return "another writer has the grant"
         return ""
 
     def grant(
-        self, writer: WriterT, engine_id: str, tp_rank: int, needed_ranks: frozenset[int]
+        self, writer: WriterT, engine_id: str, rank: int, needed_ranks: frozenset[int]
     ) -> None:
         """Let a rank write; `refusal` was empty."""
         self.engine_id = engine_id
         self.needed_ranks = needed_ranks
-        self.parts[tp_rank] = Part(writer)
+        self.parts[rank] = Part(writer)
 
     def writing(self) -> list[WriterT]:
         """Writers that have to be told of an end."""

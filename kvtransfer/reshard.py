@@ -8,6 +8,8 @@ Heads: rank r of tp_size T holds heads [r H / T, (r + 1) H / T) of the model's H
 T / H ranks hold the same head. A target rank takes a replicated head from exactly one source rank,
 number (target rank modulo replicas) of those that hold it, so that the plans of all source ranks
 together write every byte of the target once.
+
+Layers: a source rank holds some of the model's, or all; a target holds all of them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -92,6 +94,11 @@ class Resharding:
     num_heads: int
     """Neighbouring heads on both sides; 0: other ranks write this target."""
 
+    @property
+    def target_layer(self) -> int:
+        """Layer of the target that the source's first one goes to."""
+        return self.source.first_layer
+
     @classmethod
     def between(cls, source: KVLayout, target: KVLayout) -> "Resharding":
         """Raises: ValueError: layouts that cannot be resharded, with both in the message."""
@@ -169,7 +176,7 @@ def find_mismatch(source: KVLayout, target: KVLayout) -> str:
         ("dtype", source.dtype, target.dtype),
         ("weights", source.weights, target.weights),
         ("scale_dtype", source.scale_dtype, target.scale_dtype),
-        ("num_layers", source.num_layers, target.num_layers),
+        ("num_layers", source.num_model_layers, target.num_layers),
         ("head_dim", source.head_dim, target.head_dim),
         ("kv_lora_rank", source.kv_lora_rank, target.kv_lora_rank),
         ("rope_dim", source.rope_dim, target.rope_dim),
@@ -181,12 +188,14 @@ def find_mismatch(source: KVLayout, target: KVLayout) -> str:
 
 
 def find_writers(source: KVLayout, target: KVLayout) -> frozenset[int]:
-    """Ranks of the source's engine that together write every byte of this target rank.
+    """Ranks of the source's engine that together write every byte of this target rank, by their
+    KVLayout.engine_rank.
 
     Raises: ValueError: layouts that cannot be resharded.
     """
     return frozenset(
-        rank
+        stage * source.tp_size + rank
+        for stage in range(source.pp_size)
         for rank in range(source.tp_size)
         if Resharding.between(source.for_rank(rank, source.tp_size), target).num_heads
     )

@@ -24,19 +24,21 @@ class Verification:
             for run in resharding.runs(placement, block_index)
         ]
         self._memory = memory
+        self._first_layer = resharding.target_layer
+        self._num_layers = resharding.source.num_layers
         self._runs = HashedRuns([runs])
         self._right: dict[int, tuple[int, int]] = {}
         """By layer: checksum that was right, and of one run in how many."""
         slot_bytes = sum(part.slot_bytes for part in memory.layout.parts)
         num_slots = sum(num_slots for _, num_slots, _ in runs)
-        self.num_bytes = num_slots * slot_bytes * memory.layout.num_layers
-        """What the rank writes, of all layers."""
+        self.num_bytes = num_slots * slot_bytes * self._num_layers
+        """What the rank writes, of all its layers."""
 
     def check(self, layer_idx: int, checksum: int, every: int) -> bool:
-        """Compare one layer; of one run in `every`."""
+        """Compare one of the writer's layers; of one run in `every`."""
         if self._right.get(layer_idx) == (checksum, every):
             return True
-        if self._runs.checksums(self._memory, layer_idx, every) != [checksum]:
+        if self._runs.checksums(self._memory, self._first_layer + layer_idx, every) != [checksum]:
             return False
         self._right[layer_idx] = checksum, every
         return True
@@ -46,11 +48,11 @@ class Verification:
     ) -> str:
         """What differs, empty if nothing does or if `is_over` says that nobody cares any more.
 
-        checksums: one per layer, or none at all. wait_s: how long they may take to come right.
+        checksums: one per layer of the writer, or none at all. wait_s: how long they may take to
+        come right.
         """
-        num_layers = self._memory.layout.num_layers
-        if checksums and len(checksums) != num_layers:
-            return f"{len(checksums)} checksums for {num_layers} layers"
+        if checksums and len(checksums) != self._num_layers:
+            return f"{len(checksums)} checksums for {self._num_layers} layers"
         deadline_s = time.monotonic() + wait_s
         for layer_idx, checksum in enumerate(checksums):
             while not self.check(layer_idx, checksum, every):

@@ -255,13 +255,15 @@ class WriterLink:
         regions = tuple(RegisteredRegion.from_proto(r) for r in hello.endpoint.regions)
         layouts = [KVLayout.from_proto(message) for message in hello.layouts]
         ranks = [layout.tp_rank for layout in layouts]
-        if ranks != [self.key.tp_rank] or len(regions) != len(self._writer.memory.regions):
+        own = self._writer.memory.layout
+        num_regions = own.num_model_layers * len(own.parts)
+        if ranks != [self.key.tp_rank] or len(regions) != num_regions:
             raise TransferError(
                 f"{self.key.address} is rank {ranks} with {len(regions)} regions, not rank "
-                f"{self.key.tp_rank} with {len(self._writer.memory.regions)}"
+                f"{self.key.tp_rank} with {num_regions}"
             )
         try:
-            resharding = Resharding.between(self._writer.memory.layout, layouts[0])
+            resharding = Resharding.between(own, layouts[0])
         except ValueError as error:
             raise TransferError(str(error)) from error
         self._planner = PushPlanner(self._writer.memory, regions, resharding)

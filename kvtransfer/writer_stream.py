@@ -17,7 +17,7 @@ class WriterStream:
         self.engine_id = engine_id
         self._pid = pid
         self.resharding = resharding
-        self.tp_rank = resharding.source.tp_rank
+        self.rank = resharding.source.engine_rank
         self.needed_ranks = find_writers(resharding.source, resharding.target)
         self.transport = transport
         self.is_broken = False

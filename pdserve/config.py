@@ -233,9 +233,14 @@ def worker_configs(
 
     prefiller, decoder = config.prefiller, config.decoder
     num_decode_tokens = decoder.max_num_seqs * (1 + num_drafts)
-    context = {"cp_size": prefiller.cp, "cp_min_tokens": prefiller.cp_min_tokens}
+    spread = {
+        "cp_size": prefiller.cp,
+        "cp_min_tokens": prefiller.cp_min_tokens,
+        "pp_size": prefiller.pp,
+        "pp_layers": prefiller.pp_layers,
+    }
     return (
-        WorkerConfig(**common(prefiller, prefiller.max_num_batched_tokens, **context)),
+        WorkerConfig(**common(prefiller, prefiller.max_num_batched_tokens, **spread)),
         WorkerConfig(
             **common(decoder, num_decode_tokens + decoder.max_prefill_tokens),
             max_prefill_tokens=decoder.max_prefill_tokens,
@@ -344,11 +349,13 @@ def _check_context_parallel(config: ServiceConfig) -> list[str]:
 def _check_ranks(config: ServiceConfig) -> list[str]:
     problems = []
     for name, role in (("prefiller", config.prefiller), ("decoder", config.decoder)):
-        if role.num_ranks % role.ep:
-            is_shared = name == "prefiller" and config.prefiller.cp > 1
-            times_cp = f" times cp {config.prefiller.cp}" if is_shared else ""
+        num_ranks, times_cp = role.tp * role.dp, ""
+        if name == "prefiller" and config.prefiller.cp > 1:
+            num_ranks *= config.prefiller.cp
+            times_cp = f" times cp {config.prefiller.cp}"
+        if num_ranks % role.ep:
             problems.append(
-                f"{name}.ep is {role.ep}: must divide the {role.num_ranks} ranks, "
+                f"{name}.ep is {role.ep}: must divide the {num_ranks} ranks, "
                 f"which is tp {role.tp} times dp {role.dp}{times_cp}"
             )
         if role.dp > 1 and config.speculation == "mtp":
@@ -365,7 +372,25 @@ def _check_ranks(config: ServiceConfig) -> list[str]:
             )
         if role.layer_sharding and role.num_ranks == 1:
             problems.append(f"{name}.layer_sharding: there is one rank, and tp times dp is 1")
-    return problems
+    return problems + [f"prefiller.{problem}" for problem in _pipeline_problems(config)]
+
+
+def _pipeline_problems(config: ServiceConfig) -> list[str]:
+    role = config.prefiller
+    if role.dp > 1 and role.cp > 1:
+        return []  # which is refused already
+    parallel = ParallelConfig(
+        dp_size=role.dp,
+        cp_size=role.cp,
+        tp_size=role.tp,
+        # NOTE: with what it does not go with either, it is refused already.
+        dual_batch_overlap=role.dual_batch_overlap and role.tp > 1 and role.cp == 1,
+        pp_size=role.pp,
+        pp_layers=role.pp_layers,
+        eplb=role.eplb,
+        layer_sharding=role.layer_sharding,
+    )
+    return parallel.pipeline_problems(has_tiers=config.tiers.is_on, speculation=config.speculation)
 
 
 def _check_npus(config: ServiceConfig) -> list[str]:

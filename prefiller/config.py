@@ -24,6 +24,10 @@ class PrefillerConfig:
     """With cp above 1: prompts, or chunks, of fewer tokens are computed whole by one group."""
     ep: Annotated[int, Ge(1), Le(1024)] = 1
     """Of all these, how many share the experts; 1 splits every expert over tp instead."""
+    pp: Annotated[int, Ge(1), Le(64)] = 1
+    """Stages of tp processes, each with some of the layers: chunks of prompts go through them."""
+    pp_layers: tuple[Annotated[int, Ge(1)], ...] = ()
+    """Layers of each stage; empty: as many in each, or one more in the last ones."""
     moe_comm: MoEComm = "zero_redundancy"
     """How tokens get to the experts and back, with ep above 1."""
     moe_exchange: MoEExchange = "auto"
@@ -60,4 +64,4 @@ class PrefillerConfig:
     @property
     def num_ranks(self) -> int:
         """Processes of one prefiller."""
-        return self.tp * self.dp * self.cp
+        return self.tp * self.dp * self.cp * self.pp

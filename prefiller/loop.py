@@ -3,6 +3,7 @@
     Prefill --the least loaded data-parallel rank--> prefix fetched from the tiers, if there are any
       --> PrefillPool of that rank
     step: events --> schedule every pool --> one forward pass of all ranks --> first tokens
+    with layers in stages: a step begins, and tokens of another one come, which has ended meanwhile
 
 One thread owns everything here. Other threads put events into the inbox; answers leave through the
 outbox.
@@ -19,11 +20,15 @@ from engine.worker.balance import least_loaded
 from engine.worker.convert import key_from_proto
 from engine.worker.inbox import Inbox, SessionClosed, SessionMessage, StatsQuery, Stop
 from engine.worker.intake import Intake
+from engine.worker.pipeline import StepEnded
+from engine.worker.step import Emitted
 from kvtransfer.connector import TransferResult
 from prefiller.pool import PrefillPool
 from protos import worker_pb2
 
-PrefillEvent = SessionMessage | SessionClosed | StatsQuery | Stop | TransferResult | TierEvent
+PrefillEvent = (
+    SessionMessage | SessionClosed | StatsQuery | Stop | TransferResult | TierEvent | StepEnded
+)
 
 _IDLE_WAIT_S = 0.25
 
@@ -44,6 +49,9 @@ class PrefillLoop:
         """pools: by data-parallel rank."""
         self._pools = pools
         self._steps = engine.steps
+        self._pipeline = engine.pipeline
+        if self._pipeline is not None:
+            self._pipeline.listen(inbox.put)
         self._counters = engine.counters
         self._intake = intake
         self._replies = intake.replies
@@ -69,8 +77,10 @@ class PrefillLoop:
         for pool in self._pools:
             for key, reason in self._intake.overdue(pool.entries):
                 pool.end(key, reason)
-        scheduled = [pool.schedule() for pool in self._pools]
         self._replies.flush()
+        if self._pipeline is not None:
+            self._conclude(self._pipeline.ended())
+        scheduled = self._scheduled()
         self._progressed = any(scheduled)
         if self._progressed:
             self._compute(scheduled)
@@ -81,12 +91,24 @@ class PrefillLoop:
             self._intake.publish_kv()
         self._replies.flush()
 
+    def _scheduled(self) -> list[list[ScheduledRequest]]:
+        """What the next step computes, by pool."""
+        if self._pipeline is not None and not self._pipeline.has_room:
+            return []
+        return [pool.schedule() for pool in self._pools]
+
     def _compute(self, scheduled: Sequence[list[ScheduledRequest]]) -> None:
         # NOTE: the first pool is the leader's: its pushes are made here, the others' elsewhere.
         push_layer, *_ = [
             pool.pusher(entries) for pool, entries in zip(self._pools, scheduled, strict=True)
         ]
-        emitted = self._steps.run(scheduled, push_layer)
+        if self._pipeline is not None:
+            self._pipeline.launch(scheduled[0], push_layer)
+        else:
+            self._conclude(self._steps.run(scheduled, push_layer))
+
+    def _conclude(self, emitted: list[Emitted]) -> None:
+        """Report first tokens; no more KV of their requests is pushed."""
         self._replies.tokens(emitted)
         self._replies.flush()
         for request, _ in emitted:
@@ -103,6 +125,8 @@ class PrefillLoop:
                     self._counters.num_stale_messages += 1
                 else:
                     pool.conclude(event)
+            case StepEnded():
+                pass  # it is looked after once a round
             case TierEvent():
                 self._pools[event.dp_rank].take_fetched(event)
             case SessionClosed(session_id):

@@ -649,9 +649,12 @@ class RankStep(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
     COLLECTIVES_FIELD_NUMBER: _builtins.int
+    BUSY_S_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     done: _builtins.bool
     """else only received"""
+    busy_s: _builtins.float
+    """so far, in steps, without waiting for the stage before; with done"""
     @_builtins.property
     def collectives(self) -> _containers.RepeatedCompositeFieldContainer[_worker_pb2.CollectiveCount]:
         """so far; with done"""
@@ -662,10 +665,11 @@ class RankStep(_message.Message):
         step: _builtins.int = ...,
         done: _builtins.bool = ...,
         collectives: _abc.Iterable[_worker_pb2.CollectiveCount] | None = ...,
+        busy_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["collectives", b"collectives", "done", b"done", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "collectives", b"collectives", "done", b"done", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

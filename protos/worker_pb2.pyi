@@ -310,6 +310,10 @@ class KVLayout(_message.Message):
     ROPE_DIM_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
     SCALE_DTYPE_FIELD_NUMBER: _builtins.int
+    FIRST_LAYER_FIELD_NUMBER: _builtins.int
+    TOTAL_NUM_LAYERS_FIELD_NUMBER: _builtins.int
+    PP_RANK_FIELD_NUMBER: _builtins.int
+    PP_SIZE_FIELD_NUMBER: _builtins.int
     dtype: _builtins.str
     """float32, bfloat16, float16, int8"""
     num_layers: _builtins.int
@@ -329,6 +333,14 @@ class KVLayout(_message.Message):
     """quantisation of the weights: none, int8, ..."""
     scale_dtype: _builtins.str
     """of one scale per token and head beside quantised KV; empty: no scales"""
+    first_layer: _builtins.int
+    """of the model, that is the first of num_layers here"""
+    total_num_layers: _builtins.int
+    """of the model; 0: num_layers"""
+    pp_rank: _builtins.int
+    """which stage, of those that have the layers among them"""
+    pp_size: _builtins.int
+    """0: 1"""
     def __init__(
         self,
         *,
@@ -344,10 +356,14 @@ class KVLayout(_message.Message):
         rope_dim: _builtins.int = ...,
         weights: _builtins.str = ...,
         scale_dtype: _builtins.str = ...,
+        first_layer: _builtins.int = ...,
+        total_num_layers: _builtins.int = ...,
+        pp_rank: _builtins.int = ...,
+        pp_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "head_dim", b"head_dim", "kv_lora_rank", b"kv_lora_rank", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "rope_dim", b"rope_dim", "scale_dtype", b"scale_dtype", "total_num_kv_heads", b"total_num_kv_heads", "tp_rank", b"tp_rank", "tp_size", b"tp_size", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "first_layer", b"first_layer", "head_dim", b"head_dim", "kv_lora_rank", b"kv_lora_rank", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "pp_rank", b"pp_rank", "pp_size", b"pp_size", "rope_dim", b"rope_dim", "scale_dtype", b"scale_dtype", "total_num_kv_heads", b"total_num_kv_heads", "total_num_layers", b"total_num_layers", "tp_rank", b"tp_rank", "tp_size", b"tp_size", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1207,6 +1223,7 @@ class WorkerStats(_message.Message):
     NUM_MOVED_EXPERTS_FIELD_NUMBER: _builtins.int
     EXPERT_IMBALANCE_FIELD_NUMBER: _builtins.int
     NUM_SAVED_BYTES_FIELD_NUMBER: _builtins.int
+    RANK_BUSY_S_FIELD_NUMBER: _builtins.int
     TIERS_FIELD_NUMBER: _builtins.int
     NUM_PROMOTED_BLOCKS_FIELD_NUMBER: _builtins.int
     COLLECTIVES_FIELD_NUMBER: _builtins.int
@@ -1280,6 +1297,10 @@ class WorkerStats(_message.Message):
         """steps not launched ahead, by reason"""
 
     @_builtins.property
+    def rank_busy_s(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """by rank of a pipeline: computing, without waiting for the stage before"""
+
+    @_builtins.property
     def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierStats]: ...
     @_builtins.property
     def collectives(self) -> _containers.RepeatedCompositeFieldContainer[Global___CollectiveCount]:
@@ -1326,6 +1347,7 @@ class WorkerStats(_message.Message):
         num_moved_experts: _builtins.int = ...,
         expert_imbalance: _builtins.float = ...,
         num_saved_bytes: _builtins.int = ...,
+        rank_busy_s: _abc.Iterable[_builtins.float] | None = ...,
         tiers: _abc.Iterable[Global___TierStats] | None = ...,
         num_promoted_blocks: _builtins.int = ...,
         collectives: _abc.Iterable[Global___CollectiveCount] | None = ...,
@@ -1335,7 +1357,7 @@ class WorkerStats(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["collectives", b"collectives", "eager_steps", b"eager_steps", "engine_id", b"engine_id", "expert_imbalance", b"expert_imbalance", "failures", b"failures", "incarnation", b"incarnation", "kv_block_bytes", b"kv_block_bytes", "kv_cache_dtype", b"kv_cache_dtype", "num_accepted_tokens", b"num_accepted_tokens", "num_ahead_steps", b"num_ahead_steps", "num_blocks", b"num_blocks", "num_computed_tokens", b"num_computed_tokens", "num_discarded_tokens", b"num_discarded_tokens", "num_draft_steps", b"num_draft_steps", "num_draft_tokens", b"num_draft_tokens", "num_expired_leases", b"num_expired_leases", "num_free_blocks", b"num_free_blocks", "num_generated_tokens", b"num_generated_tokens", "num_graph_recompiles", b"num_graph_recompiles", "num_graph_replays", b"num_graph_replays", "num_held_blocks", b"num_held_blocks", "num_leases", b"num_leases", "num_moved_experts", b"num_moved_experts", "num_pending_tokens", b"num_pending_tokens", "num_preemptions", b"num_preemptions", "num_promoted_blocks", b"num_promoted_blocks", "num_prompt_tokens", b"num_prompt_tokens", "num_quarantined_blocks", b"num_quarantined_blocks", "num_running", b"num_running", "num_saved_bytes", b"num_saved_bytes", "num_stale_messages", b"num_stale_messages", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "pools", b"pools", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "role", b"role", "tiers", b"tiers", "transfers", b"transfers", "waiting_steps", b"waiting_steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["collectives", b"collectives", "eager_steps", b"eager_steps", "engine_id", b"engine_id", "expert_imbalance", b"expert_imbalance", "failures", b"failures", "incarnation", b"incarnation", "kv_block_bytes", b"kv_block_bytes", "kv_cache_dtype", b"kv_cache_dtype", "num_accepted_tokens", b"num_accepted_tokens", "num_ahead_steps", b"num_ahead_steps", "num_blocks", b"num_blocks", "num_computed_tokens", b"num_computed_tokens", "num_discarded_tokens", b"num_discarded_tokens", "num_draft_steps", b"num_draft_steps", "num_draft_tokens", b"num_draft_tokens", "num_expired_leases", b"num_expired_leases", "num_free_blocks", b"num_free_blocks", "num_generated_tokens", b"num_generated_tokens", "num_graph_recompiles", b"num_graph_recompiles", "num_graph_replays", b"num_graph_replays", "num_held_blocks", b"num_held_blocks", "num_leases", b"num_leases", "num_moved_experts", b"num_moved_experts", "num_pending_tokens", b"num_pending_tokens", "num_preemptions", b"num_preemptions", "num_promoted_blocks", b"num_promoted_blocks", "num_prompt_tokens", b"num_prompt_tokens", "num_quarantined_blocks", b"num_quarantined_blocks", "num_running", b"num_running", "num_saved_bytes", b"num_saved_bytes", "num_stale_messages", b"num_stale_messages", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "pools", b"pools", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "rank_busy_s", b"rank_busy_s", "role", b"role", "tiers", b"tiers", "transfers", b"transfers", "waiting_steps", b"waiting_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -310,6 +310,15 @@ class _StateCollector(Collector):
                     values = [*self._labels(stats), str(count.rank), count.kind]
                     counter.add_metric(values, read(count))
             yield counter
+        busy = CounterMetricFamily(
+            "pdserve_stage_busy_seconds",
+            "Time that a rank of a pipeline has computed",
+            labels=[*labels, "rank"],
+        )
+        for stats in all_stats:
+            for rank, busy_s in enumerate(stats.rank_busy_s):
+                busy.add_metric([*self._labels(stats), str(rank)], busy_s)
+        yield busy
         for make, metrics in (
             (GaugeMetricFamily, _POOL_GAUGES),
             (CounterMetricFamily, _POOL_COUNTERS),

@@ -11,10 +11,11 @@ from engine.layers.linear import FusedLinear
 from engine.layers.norm import RMSNorm
 from engine.layers.rows import rows_of
 from engine.parallel import Parallel, split_evenly, split_kv_heads
+from engine.stages import stage_of
 from kernels.ops import Ops
 
 OnLayer = Callable[[int], None]
-"""Called with layer i as soon as this step's keys and values of layer i are in the cache."""
+"""Called with layer i of this rank as soon as this step's keys and values are in its cache."""
 
 
 class Attention(nn.Module):
@@ -41,7 +42,7 @@ class Attention(nn.Module):
         q, kv = heads.scaled(head_dim), kv_heads.scaled(head_dim)
         self._rows = rows_of(parallel)
         self._ops = ops
-        self._layer_idx = layer_idx
+        self._layer_idx = stage_of(config.num_layers, parallel.config).own_index(layer_idx)
         self._head_dim = head_dim
         self._sizes = [len(q), len(kv), len(kv)]
         self._scale = head_dim**-0.5

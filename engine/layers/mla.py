@@ -19,6 +19,7 @@ from engine.layers.norm import RMSNorm
 from engine.layers.plain import empty_weight
 from engine.layers.rows import rows_of
 from engine.parallel import Parallel, Span, split_evenly
+from engine.stages import stage_of
 from kernels.kv_cache import KVCache
 from kernels.latent import LatentProlog, LatentWeights
 from kernels.ops import Ops
@@ -115,7 +116,7 @@ class MLAttention(nn.Module):
         size, bias = config.hidden_size, config.attention_bias
         self._ops = ops
         self._prolog: LatentProlog | None = None
-        self._layer_idx = layer_idx
+        self._layer_idx = stage_of(config.num_layers, parallel.config).own_index(layer_idx)
         self._mla = mla
         heads = split_evenly("num_heads", config.num_heads, parallel.tp)
         q = heads.scaled(config.head_dim)

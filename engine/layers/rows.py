@@ -46,6 +46,10 @@ class Rows(Protocol):
         """All rows, the same on every rank -> as between blocks."""
         ...
 
+    def num_own(self, num_tokens: int) -> int:
+        """How many of so many rows a rank has between blocks, with the padding."""
+        ...
+
 
 class ReplicatedRows:
     """Every rank has every row."""
@@ -75,6 +79,10 @@ class ReplicatedRows:
     def own(self, x: Tensor) -> Tensor:
         """x: they are here."""
         return x
+
+    def num_own(self, num_tokens: int) -> int:
+        """All."""
+        return num_tokens
 
 
 class ScatteredRows:
@@ -112,6 +120,10 @@ class ScatteredRows:
         """Pad the tail, then cut."""
         parts = self._padded(x).chunk(self._group.size)
         return parts[self._group.rank].contiguous()
+
+    def num_own(self, num_tokens: int) -> int:
+        """As many as any other rank."""
+        return -(-num_tokens // self._group.size)
 
     def _padded(self, x: Tensor) -> Tensor:
         padding = -len(x) % self._group.size

@@ -24,6 +24,7 @@ from engine.layers.rows import rows_of
 from engine.models.layer import BuildLayer
 from engine.models.mtp import MTPLayer
 from engine.parallel import Parallel
+from engine.stages import stage_of
 from kernels.ops import Ops
 
 
@@ -39,27 +40,34 @@ class Decoder(nn.Module):
         self._rows = rows_of(parallel)
         self._turns, self._step = parallel.turns, parallel.step
         self._shards_layers = bool(parallel.config.layer_sharding)
-        self.embed_tokens = Embedding(
-            config.vocab_size, size, name="embed_tokens", ops=ops, parallel=parallel
-        )
+        self._stage, self._link = stage_of(config.num_layers, parallel.config), parallel.link
+        self.embed_tokens: Embedding | None = None
+        if self._stage.is_first:
+            self.embed_tokens = Embedding(
+                config.vocab_size, size, name="embed_tokens", ops=ops, parallel=parallel
+            )
         self.rotary_emb = RotaryEmbedding(
             config.rope, config.rotary_dim, config.max_position_embeddings, ops=ops
         )
-        self.layers = nn.ModuleList(
-            build_layer(config, layer_idx, ops, parallel) for layer_idx in range(config.num_layers)
-        )
-        self._main_layers = list(self.layers)
+        self._main_layers = [build_layer(config, i, ops, parallel) for i in self._stage.layers]
+        # NOTE: in the place of layers of other stages, so that names are the checkpoint's.
+        self.layers = nn.ModuleList(nn.Identity() for _ in range(self._stage.layers.start))
+        self.layers.extend(self._main_layers)
         self._mtp = [
             MTPLayer(config, ops, build_layer(config, layer_idx, ops, parallel), self._rows)
             for layer_idx in range(config.num_layers, config.num_kv_layers)
         ]
         self.layers.extend(self._mtp)
-        self.norm = RMSNorm(size, config.rms_norm_eps, name="norm", ops=ops)
+        self.norm = None
+        if self._stage.is_last:
+            self.norm = RMSNorm(size, config.rms_norm_eps, name="norm", ops=ops)
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, kv: KVBatch, on_layer: OnLayer | None
     ) -> Tensor:
-        """input_ids, positions: [T] -> [T, hidden_size]."""
+        """input_ids, positions: [T] -> [T, hidden_size]; in a stage that is not the last: the rows
+        that it sent to the next.
+        """
         whole = Half(input_ids, positions, kv)
         if self._turns is None or not self._step.cut:
             return self._pass(whole, on_layer)
@@ -78,7 +86,7 @@ class Decoder(nn.Module):
         rotary = self.rotary_emb(positions)
         slots = self._ops.slot_index(kv.slot_mapping, kv.k_caches[0], kv.v_caches[0])
         kv = replace(kv, slot_mapping=slots)
-        x: Tensor = self.embed_tokens(input_ids)
+        x = self._first_rows(input_ids)
         residual: Tensor | None = None
         for layer in self._main_layers:
             x, residual = layer(x, residual, rotary, kv, on_layer)
@@ -86,8 +94,23 @@ class Decoder(nn.Module):
                 # NOTE: or dense layers would let a half run ahead of the weights of the other.
                 self._turns.pass_on()
         assert residual is not None, "a model has layers"
+        if self.norm is None:
+            assert self._link is not None, "there is a stage after this one"
+            rows = x + residual
+            self._link.send(rows)
+            return rows
         x, _ = self.norm.add(x, residual)
         return self._rows.gather(x, len(input_ids))
+
+    def _first_rows(self, token_ids: Tensor) -> Tensor:
+        """What the first layer of this rank takes."""
+        if self.embed_tokens is not None:
+            embedded: Tensor = self.embed_tokens(token_ids)
+            return embedded
+        assert self._link is not None, "there is a stage before this one"
+        weight = self._main_layers[0].input_layernorm.weight
+        num_rows = self._rows.num_own(len(token_ids))
+        return self._link.receive(num_rows, len(weight), weight.dtype, token_ids.device)
 
     def draft(
         self,
@@ -102,7 +125,7 @@ class Decoder(nn.Module):
         slots = self._ops.slot_index(kv.slot_mapping, kv.k_caches[0], kv.v_caches[0])
         kv = replace(kv, slot_mapping=slots)
         states: Tensor = self._mtp[depth](
-            self.embed_tokens(next_ids), hidden, self.rotary_emb(positions), kv, on_layer
+            self._first_rows(next_ids), hidden, self.rotary_emb(positions), kv, on_layer
         )
         return states
 
@@ -116,14 +139,17 @@ class DecoderForCausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.model = Decoder(config, ops, build_layer, parallel)
-        self.lm_head = LMHead(
-            config.vocab_size,
-            config.hidden_size,
-            name="lm_head",
-            tied=self.model.embed_tokens if config.tie_word_embeddings else None,
-            ops=ops,
-            parallel=parallel,
-        )
+        self._stage = stage_of(config.num_layers, parallel.config)
+        self.lm_head: LMHead | None = None
+        if self._stage.is_first:
+            self.lm_head = LMHead(
+                config.vocab_size,
+                config.hidden_size,
+                name="lm_head",
+                tied=self.model.embed_tokens if config.tie_word_embeddings else None,
+                ops=ops,
+                parallel=parallel,
+            )
         self._balancer: ExpertBalancer | None = None
         if config.moe is not None and parallel.config.ep_size > 1 and parallel.config.eplb.is_on:
             self._balancer = ExpertBalancer(self._sparse_layers(), config.moe, parallel)
@@ -157,7 +183,7 @@ class DecoderForCausalLM(nn.Module):
         unused = tuple(f"model.layers.{i}." for i in range(config.num_kv_layers, after))
         for i in range(config.num_layers, config.num_kv_layers):  # copies of the model's own
             unused += (f"model.layers.{i}.embed_tokens.", f"model.layers.{i}.shared_head.head.")
-        return unused
+        return unused + self._stage.unused_prefixes(config.num_layers)
 
     def forward(
         self,
@@ -169,6 +195,7 @@ class DecoderForCausalLM(nn.Module):
         """input_ids, positions: [T] -> hidden [T, hidden_size]; writes this step's KV.
 
         With context parallelism every rank is given all rows.
+        In a stage of a pipeline that is not the last, the result is what the next one takes.
         """
         if self._balancer is not None:
             # NOTE: here, since nothing else is called by every rank equally often.
@@ -196,6 +223,7 @@ class DecoderForCausalLM(nn.Module):
         return states
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [R, hidden_size] -> [R, vocab_size]."""
+        """hidden: [R, hidden_size] -> [R, vocab_size]; in the first stage of a pipeline."""
+        assert self.lm_head is not None, "only the first stage has the vocabulary"
         logits: Tensor = self.lm_head(hidden)
         return logits

@@ -27,7 +27,8 @@ from engine.worker.convert import layout_to_proto
 from engine.worker.cores import CoreShares
 from engine.worker.counters import LoopCounters
 from engine.worker.leading_model import followers_of
-from engine.worker.lockstep import Lockstep, SingleStep, StepModel
+from engine.worker.lockstep import Lockstep, SingleStep, StepCounts, StepModel
+from engine.worker.pipeline import PipelinedModel, PipelinedSteps
 from engine.worker.process import Start
 from engine.worker.rank_part import Leading, RankPart, build_parts
 from engine.worker.step import RankSampler, StepRunner
@@ -55,7 +56,9 @@ class Engine:
     """Of the leader's own rank."""
     pools: Sequence[Pool]
     """By data-parallel rank; the first is the leader's own."""
-    model: StepModel
+    model: StepCounts
+    pipeline: PipelinedSteps | None
+    """What a prefiller computes with whose layers are in several stages; None: `steps`."""
     steps: StepRunner
     counters: LoopCounters
     cores: CoreShares | None
@@ -126,10 +129,15 @@ def build_engine(
     adapters = None
     if part.adapters is not None:
         adapters = Adapters(part.adapters, None if leading is None else leading.model)
-    step_model = _step_model(config, part, leading, max_model_len, make_forward, adapters)
+    step_model: StepModel | None = None
+    pipelined = _pipelined(config, part, leading)
+    if pipelined is None:
+        step_model = _step_model(config, part, leading, max_model_len, make_forward, adapters)
+    counted = pipelined or step_model
+    assert counted is not None, "one of them computes"
     sharded = part.model.sharded_bytes()
     counters = LoopCounters(
-        forward=step_model.forward_stats,
+        forward=counted.forward_stats,
         balance=part.model.balance_stats,
         num_saved_bytes=sharded.whole - sharded.held,
     )
@@ -169,7 +177,10 @@ def build_engine(
         hello=hello,
         memory=memory,
         pools=pools,
-        model=step_model,
+        model=counted,
+        pipeline=(
+            None if pipelined is None else PipelinedSteps(pipelined, steps, pools[0].scheduler)
+        ),
         steps=steps,
         counters=counters,
         cores=cores,
@@ -234,9 +245,30 @@ def why_in_turn(config: WorkerConfig, ops: Ops) -> str:
     return ""
 
 
+def _pipelined(
+    config: WorkerConfig, part: RankPart, leading: Leading | None
+) -> PipelinedModel | None:
+    if leading is None or leading.model.parallel.link is None:
+        return None
+    return PipelinedModel(
+        leading.model,
+        leading.model.parallel.link,
+        leading.ranks,
+        *part.memory.paged,
+        part.ops,
+        config.block_size,
+    )
+
+
 def _check_ranks(config: WorkerConfig, role: worker_pb2.Role.ValueType) -> None:
     if config.parallel.world_size == 1:
         return
+    if config.parallel.pp_size > 1 and role != worker_pb2.ROLE_PREFILLER:
+        raise ValueError(f"pp is {config.parallel.pp_size}: only prefillers have stages")
+    if problems := config.parallel.pipeline_problems(
+        has_tiers=config.tiers.is_on, speculation=config.speculation
+    ):
+        raise ValueError("; ".join(problems))
     if config.parallel.cp_size > 1:
         _check_context_parallel(config, role)
     if config.speculation == "mtp" and config.parallel.dp_size > 1:

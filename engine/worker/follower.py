@@ -10,6 +10,7 @@ import os
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -21,6 +22,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from engine.parallel import Parallel, join, leave
 from engine.request import RequestKey
+from engine.stages import stage_of
 from engine.tier_worker import TierWorker
 from engine.worker.config import WorkerConfig
 from engine.worker.convert import key_from_proto, key_to_proto
@@ -174,6 +176,8 @@ class _Commands:
         self._parallel = parallel
         self._transfers = transfers
         self._hidden = torch.empty(0)
+        self._stage = stage_of(part.model_config.num_layers, parallel.config)
+        self._busy_s = 0.0
         self._collectives_before = 0
         self._queue: queue.SimpleQueue[ranks_pb2.RankCommand] = queue.SimpleQueue()
 
@@ -245,6 +249,7 @@ class _Commands:
 
     def _forward(self, forward: ranks_pb2.Forward) -> None:
         self._begin_step(forward.step)
+        start_s = time.perf_counter() - self._waited_s
         memory, parallel = self._part.memory, self._parallel
         input_ids, positions, kv = forward_from_proto(forward, *memory.paged)
         step = parallel.step
@@ -270,6 +275,11 @@ class _Commands:
             wanted = hidden.index_select(0, ints_from_bytes(forward.wanted_rows).to(hidden.device))
             size = parallel.dp.size
             parallel.dp.all_to_all(wanted, [len(wanted)] + [0] * (size - 1), [0] * size)
+        if parallel.link is not None and self._stage.is_last and parallel.tp.rank == 0:
+            wanted_rows = ints_from_bytes(forward.wanted_rows).to(hidden.device)
+            if len(wanted_rows):
+                parallel.link.send_back(hidden.index_select(0, wanted_rows))
+        self._busy_s += time.perf_counter() - self._waited_s - start_s
         self._end_step(forward.step)
 
     def _logits(self, logits: ranks_pb2.Logits) -> None:
@@ -285,8 +295,17 @@ class _Commands:
 
     def _end_step(self, step: int) -> None:
         config, counters = self._parallel.config, self._parallel.counters
-        counts = collectives_to_proto(config.rank, counters)
-        self._wire.send(_event(step=ranks_pb2.RankStep(step=step, done=True, collectives=counts)))
+        ended = ranks_pb2.RankStep(
+            step=step,
+            done=True,
+            collectives=collectives_to_proto(config.rank, counters),
+            busy_s=self._busy_s,
+        )
+        self._wire.send(_event(step=ended))
+
+    @property
+    def _waited_s(self) -> float:
+        return 0.0 if self._parallel.link is None else self._parallel.link.waited_s
 
     def _tier_job(self, message: ranks_pb2.TierJob) -> None:
         if self._tiers.is_on:

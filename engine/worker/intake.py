@@ -78,7 +78,7 @@ class Intake:
         try:
             if adapters is None:
                 raise ValueError(
-                    "adapters go with tp alone: not with dp, cp, ep or sequence_parallel"
+                    "adapters go with tp alone: not with dp, cp, pp, ep or sequence_parallel"
                 )
             if message.path:
                 adapters.load(message.name, Path(message.path))

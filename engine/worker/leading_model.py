@@ -53,9 +53,9 @@ class LeadingModel:
         """
         self._pushes[dp_rank] = pushes
 
-    def start(self, forwards: Sequence[ranks_pb2.Forward]) -> None:
+    def start(self, forwards: Sequence[ranks_pb2.Forward]) -> int:
         """Let the followers begin a forward pass, those of data-parallel rank i with forwards[i];
-        the leader has to join in with its own part.
+        the leader has to join in with its own part. -> number of the step.
         """
         config, model_config, step = self.parallel.config, self.config, self.parallel.step
         num_rows = [len(forward.input_ids) // 4 for forward in forwards]
@@ -78,7 +78,7 @@ class LeadingModel:
         for dp_rank, pushes in self._pushes.items():
             forwards[dp_rank].pushes.extend(pushes)
         self._pushes.clear()
-        self._ranks.send_steps(
+        return self._ranks.send_steps(
             [
                 (followers_of(config, dp_rank), ranks_pb2.RankCommand(forward=forward))
                 for dp_rank, forward in enumerate(forwards)
@@ -142,7 +142,9 @@ class LeadingModel:
 
 
 def followers_of(config: ParallelConfig, dp_rank: int) -> range:
-    """The ranks of a data-parallel rank, the leader apart."""
+    """The ranks of a data-parallel rank, the leader apart; of all stages, if there are several."""
+    if config.pp_size > 1:
+        return range(1, config.world_size)
     size = config.tp_size * config.cp_size
     first = dp_rank * size
     return range(max(first, 1), first + size)

@@ -28,14 +28,18 @@ from kernels.ops import Ops
 Scheduled = Sequence[ScheduledRequest]
 
 
-class StepModel(Protocol):
-    """Computes what was scheduled."""
+class StepCounts(Protocol):
+    """What was computed since the start."""
 
     num_steps: int
     """Forward passes so far."""
     num_dummy_steps: list[int]
     """Of these, by data-parallel rank: those in which it had nothing to compute."""
     forward_stats: ForwardStats
+
+
+class StepModel(StepCounts, Protocol):
+    """Computes what was scheduled."""
 
     def run(
         self, scheduled: Sequence[Scheduled], on_layer: OnLayer | None = None

@@ -14,6 +14,7 @@ from engine.models.decoder import DecoderForCausalLM
 from engine.parallel import Parallel
 from engine.parallel_config import ParallelConfig
 from engine.rank_adapters import RankAdapters
+from engine.stages import stage_of
 from engine.weights import load_model_config, load_weights
 from engine.worker.config import WorkerConfig
 from engine.worker.leading_model import LeadingModel
@@ -68,11 +69,15 @@ def build_part(config: WorkerConfig, ops: Ops, parallel: Parallel, report: Repor
         kv_layout(model_config, config.block_size, parallel, cache_dtype),
         weights=config.quantization,
     )
-    num_blocks = config.num_blocks or config.kv_cache_bytes // layout.block_bytes_all_layers
+    # NOTE: every stage has as many blocks as the one with most layers has room for.
+    stage = stage_of(model_config.num_layers, parallel.config)
+    num_more = stage.max_layers - len(stage.layers)
+    most = replace(layout, num_layers=layout.num_layers + num_more)
+    num_blocks = config.num_blocks or config.kv_cache_bytes // most.block_bytes_all_layers
     if num_blocks < 1:
         raise ValueError(
             f"kv_cache_bytes is {config.kv_cache_bytes}, one block takes "
-            f"{layout.block_bytes_all_layers} bytes"
+            f"{most.block_bytes_all_layers} bytes"
         )
     parallel = replace(parallel, exchange_rows=config.exchange_rows)
     model = _load_model(config, model_config, ops, parallel, report)
@@ -82,9 +87,9 @@ def build_part(config: WorkerConfig, ops: Ops, parallel: Parallel, report: Repor
 
 
 def _takes_adapters(parallel: ParallelConfig) -> bool:
-    has_rows_of_the_batch = parallel.dp_size == parallel.cp_size == parallel.ep_size == 1
+    sizes = (parallel.dp_size, parallel.cp_size, parallel.pp_size, parallel.ep_size)
     is_split = parallel.sequence_parallel or parallel.dual_batch_overlap
-    return has_rows_of_the_batch and not is_split
+    return set(sizes) == {1} and not is_split
 
 
 def _allocate(config: WorkerConfig, layout: KVLayout, num_blocks: int, ops: Ops) -> KVMemory:

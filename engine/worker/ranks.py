@@ -21,7 +21,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from engine.collectives import CollectiveCounters
 from engine.parallel import Parallel, join, leave
 from engine.worker.config import WorkerConfig
-from engine.worker.watchdog import Progress, blame
+from engine.worker.watchdog import Progress, blame, first_late_stage
 from engine.worker.wire import Wire, WireClosed
 from protos import ranks_pb2, worker_pb2
 
@@ -67,6 +67,8 @@ class _Follower:
     link_address: str = ""
     on_event: OnEvent = field(default=_ignore)
     on_tier_job: OnTierJob = field(default=_ignore)
+    on_ended: Callable[[int], None] | None = None
+    busy_s: float = 0.0
 
 
 class Ranks:
@@ -89,6 +91,7 @@ class Ranks:
         self._on_lost = on_lost
         self._followers: dict[int, _Follower] = {}
         self._step = 0
+        self._own = Progress(0)
         self._parallel = Parallel()
         self._collectives_before = 0
         self._closing = threading.Event()
@@ -128,6 +131,10 @@ class Ranks:
         for rank in ranks:
             self._followers[rank].on_event = on_event
 
+    def listen_steps(self, rank: int, on_ended: Callable[[int], None]) -> None:
+        """Call on_ended with the number of each step that this follower has ended."""
+        self._followers[rank].on_ended = on_ended
+
     def listen_tiers(self, on_done: OnTierJob, ranks: Collection[int]) -> None:
         """Pass what the tiers of these followers report to on_done."""
         for rank in ranks:
@@ -140,9 +147,9 @@ class Ranks:
             with suppress(WireClosed):  # whoever reads the connection sees its end
                 self._followers[rank].wire.send(frame)
 
-    def send_steps(self, steps: Sequence[tuple[Collection[int], ranks_pb2.RankCommand]]) -> None:
+    def send_steps(self, steps: Sequence[tuple[Collection[int], ranks_pb2.RankCommand]]) -> int:
         """Command what ranks compute together, each of them one of the commands, and watch that it
-        comes to an end. Numbers the commands.
+        comes to an end. Numbers the commands, and returns their number.
         """
         now_s = time.monotonic()
         self._step += 1
@@ -153,6 +160,11 @@ class Ranks:
             for rank in ranks:
                 self._followers[rank].progress.give(self._step, now_s)
             self.send(command, ranks)
+        return self._step
+
+    def end_own_step(self, step: int) -> None:
+        """The leader has computed its part of a step that later stages go on with."""
+        self._own.done, self._own.since_s = step, time.monotonic()
 
     @property
     def others(self) -> Sequence[int]:
@@ -166,6 +178,11 @@ class Ranks:
         for rank in self.others:
             found.extend(self._followers[rank].progress.collectives)
         return found
+
+    @property
+    def busy_s(self) -> list[float]:
+        """Time that each follower has computed in steps, without waiting for the stage before."""
+        return [self._followers[rank].busy_s for rank in self.others]
 
     def close(self) -> None:
         """Stop the followers; a second call does nothing."""
@@ -246,6 +263,9 @@ class Ranks:
                 follower.progress.collectives = event.step.collectives
                 follower.progress.done = event.step.step
                 follower.progress.since_s = time.monotonic()
+                follower.busy_s = event.step.busy_s
+                if follower.on_ended is not None:
+                    follower.on_ended(event.step.step)
             case "step":
                 follower.progress.received = event.step.step
             case "pong":
@@ -268,8 +288,16 @@ class Ranks:
 
     def _late(self) -> list[Progress]:
         now_s, timeout_s = time.monotonic(), self._config.rank_timeout_s
-        all_progress = [f.progress for f in self._followers.values()]
-        return [p for p in all_progress if p.is_late(now_s, timeout_s)]
+        size = self._config.parallel.stage_size
+        stages: dict[int, list[Progress]] = {-1: []}
+        for progress in (self._own, *(f.progress for f in self._followers.values())):
+            stages.setdefault(progress.rank // size, []).append(progress)
+        return [
+            progress
+            for stage, ranks in stages.items()
+            for progress in ranks
+            if progress is not self._own and progress.is_late(now_s, timeout_s, stages[stage - 1])
+        ]
 
     def _ask_late_ranks(self) -> None:
         ping = ranks_pb2.RankCommand(ping=ranks_pb2.Ping())
@@ -281,7 +309,10 @@ class Ranks:
 
     def _verdict(self, late: Sequence[Progress]) -> str:
         own = self._parallel.counters.num_calls - self._collectives_before
-        names = ", ".join(map(str, blame(late, own)))
+        size = self._config.parallel.stage_size
+        behind = first_late_stage(late, size)
+        blamed = blame(behind, own, leads=behind[0].rank < size)
+        names = ", ".join(map(str, blamed))
         return (
             f"rank {names} is late: step {max(p.sent for p in late)} has not ended "
             f"within {self._config.rank_timeout_s} s"

@@ -55,6 +55,8 @@ def build_stats(engine: Engine, num_pending: Sequence[int]) -> worker_pb2.Worker
     )
     if engine.leading is not None:
         stats.collectives.extend(engine.leading.ranks.collectives)
+    if engine.pipeline is not None:
+        stats.rank_busy_s.extend(engine.pipeline.busy_s)
     if len(engine.pools) > 1:
         stats.pools.extend(_pool_stats(engine, num_pending))
     return stats

@@ -34,7 +34,7 @@ class StepRunner:
 
     def __init__(
         self,
-        model: StepModel,
+        model: StepModel | None,
         ops: Ops,
         samplers: Sequence[RankSampler],
         grammars: Grammars,
@@ -43,8 +43,9 @@ class StepRunner:
         ahead: AheadSteps | None = None,
         why_in_turn: str = "",
     ) -> None:
-        """samplers: of every data-parallel rank. ahead: of the only one; None: steps run in turn,
-        and are counted under `why_in_turn`.
+        """model: None where steps of a pipeline begin and end apart. samplers: of every
+        data-parallel rank. ahead: of the only one; None: steps run in turn, and are counted under
+        `why_in_turn`.
         """
         self.ahead = ahead
         self._why_in_turn = why_in_turn
@@ -68,17 +69,31 @@ class StepRunner:
         on_layer(i): called from inside the forward pass of the leader's own data-parallel rank once
         layer i's KV of this step is written.
         """
-        self._take_cores()
+        assert self._model is not None, "steps begin and end apart"
         if self._why_in_turn:
             self._counters.ahead.waits[self._why_in_turn] += 1
+        self.begin(scheduled)
+        outputs = self._model.run(scheduled, on_layer)
+        return self.end(scheduled, outputs, on_layer)
+
+    def begin(self, scheduled: Sequence[Sequence[ScheduledRequest]]) -> None:
+        """Take the cores, prepare grammars and count, before a step is computed."""
+        self._take_cores()
         entries = [entry for of_rank in scheduled for entry in of_rank]
         self._grammars.prepare([entry.request for entry in entries if entry.samples])
-        outputs = self._model.run(scheduled, on_layer)
         self._count(entries)
+
+    def end(
+        self,
+        scheduled: Sequence[Sequence[ScheduledRequest]],
+        outputs: Sequence[RunnerOutput],
+        on_layer: Callable[[int], None] | None = None,
+    ) -> list[Emitted]:
+        """Sample from what a step has computed; see `run`."""
         emitted = []
         for sampler, of_rank, output in zip(self._samplers, scheduled, outputs, strict=True):
+            self._keep_prompt_logprobs(output)
             if of_rank:
-                self._keep_prompt_logprobs(output)
                 emitted += self._sample(sampler, of_rank, output, on_layer)
         return emitted
 
@@ -89,6 +104,7 @@ class StepRunner:
     def launch(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """See `engine.pipeline.Steps`."""
         assert self.ahead is not None, "steps run in turn"
+        assert self._model is not None, "they run in a model of one rank"
         self._take_cores()
         self._count(scheduled)
         self._model.num_steps += 1

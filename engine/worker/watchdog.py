@@ -28,22 +28,36 @@ class Progress:
             self.since_s = now_s
         self.sent = step
 
-    def is_late(self, now_s: float, timeout_s: float) -> bool:
-        """Whether its step should have ended."""
-        return self.done < self.sent and now_s - self.since_s > timeout_s
+    def is_late(self, now_s: float, timeout_s: float, before: "Sequence[Progress]" = ()) -> bool:
+        """Whether its step should have ended. before: ranks whose result it takes, a stage earlier;
+        until they have ended that step too, they are late and not this one.
+        """
+        if any(p.done <= self.done for p in before):
+            return False
+        since_s = max([self.since_s, *(p.since_s for p in before)])
+        return self.done < self.sent and now_s - since_s > timeout_s
 
 
-def blame(late: Sequence[Progress], own_collectives: int) -> list[int]:
+def first_late_stage(late: Sequence[Progress], stage_size: int) -> list[Progress]:
+    """Those of the first stage that is late: later ones may only wait for it."""
+    first = min(p.rank // stage_size for p in late)
+    return [p for p in late if p.rank // stage_size == first]
+
+
+def blame(late: Sequence[Progress], own_collectives: int, *, leads: bool = True) -> list[int]:
     """The ranks that keep the others waiting, of those that are late, and the leader.
 
     Those that have not begun; else those that do not answer; else those that have made the fewest
     collective calls: whoever has made more waits for them. own_collectives: the leader's.
+    leads: whether it computes with them.
     """
-    if idle := [p.rank for p in late if p.received < p.sent]:
+    if idle := [p.rank for p in late if p.received <= p.done]:
         return sorted(idle)
     if silent := [p.rank for p in late if p.num_collectives is None]:
         return sorted(silent)
-    calls = {0: own_collectives} | {p.rank: p.num_collectives or 0 for p in late}
+    calls = {p.rank: p.num_collectives or 0 for p in late}
+    if leads:
+        calls[0] = own_collectives
     if len(set(calls.values())) == 1:
         return sorted(p.rank for p in late)
     return sorted(rank for rank, count in calls.items() if count == min(calls.values()))

@@ -243,6 +243,29 @@ def test_a_prefiller_may_share_the_rows_of_its_prompts_over_ranks() -> None:
             load("prefiller.cp=2", setting)
 
 
+def test_layers_of_a_prefiller_may_be_in_stages_and_what_does_not_go_with_it_is_named() -> None:
+    config = load("prefiller.pp=2", "prefiller.tp=2", "prefiller.pp_layers=[3, 4]")
+    assert parse_config(user_values(config)) == config
+    assert config.prefiller.num_ranks == 4
+    prefiller, decoder = (w.parallel for w in worker_configs(config, model_path="m", token=""))
+    assert (prefiller.pp_size, prefiller.pp_layers, prefiller.world_size) == (2, (3, 4), 4)
+    assert decoder.pp_size == 1
+    for setting, problem in (
+        ("prefiller.dp=2", r"prefiller\.dp is 2: does not go with pp 2"),
+        ("prefiller.cp=2", r"prefiller\.cp is 2: does not go with pp 2"),
+        ("prefiller.layer_sharding=[o_proj]", r"layer_sharding is \['o_proj'\]: does not go"),
+        ("tiers.host_bytes=1048576", r"prefiller\.pp is 2: does not go with tiers"),
+        ("speculation=mtp", r"prefiller\.pp is 2: does not go with speculation mtp"),
+        ("prefiller.pp_layers=[3]", r"prefiller\.pp_layers is \[3\]: must be 2 numbers"),
+        ("prefiller.ep=2", r"the 1 ranks, which is tp 1"),
+        ("decoder.pp=2", r"decoder\.pp: unknown key; did you mean `prefiller\.pp`"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            load("prefiller.pp=2", setting)
+    with pytest.raises(ConfigError, match=r"pp_layers is \[3\]: pp is 1"):
+        load("prefiller.pp_layers=[3]")
+
+
 def test_settings_of_expert_balance_that_do_not_fit_are_refused() -> None:
     config = load("decoder.tp=4", "decoder.ep=4", "decoder.eplb.mode=dynamic")
     assert parse_config(user_values(config)) == config

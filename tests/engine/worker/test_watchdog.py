@@ -1,6 +1,6 @@
 """Whom the leader blames when a step does not end."""
 
-from engine.worker.watchdog import Progress, blame
+from engine.worker.watchdog import Progress, blame, first_late_stage
 
 
 def _progress(rank: int, *, received: int = 1, collectives: int | None = 5) -> Progress:
@@ -33,3 +33,20 @@ def test_a_rank_is_late_by_the_time_since_its_last_step_not_since_the_engine_sta
     assert progress.is_late(1031.0, 30.0)
     progress.done = 1
     assert not progress.is_late(1031.0, 30.0)
+
+
+def test_a_stage_is_not_late_while_the_one_before_it_has_not_ended_the_step() -> None:
+    before, after = Progress(1), Progress(2)
+    for progress in (before, after):
+        progress.give(1, 1000.0)
+    assert before.is_late(1031.0, 30.0)
+    assert not after.is_late(1031.0, 30.0, [before])
+    before.done, before.since_s = 1, 1020.0
+    assert not after.is_late(1031.0, 30.0, [before]), "it has had the rows for 11 s"
+    assert after.is_late(1051.0, 30.0, [before])
+
+
+def test_of_stages_that_are_late_the_first_is_to_blame() -> None:
+    late = [_progress(5, received=0), _progress(2, collectives=4), _progress(3)]
+    assert first_late_stage(late, 2) == [late[1], late[2]]
+    assert blame(first_late_stage(late, 2), 1, leads=False) == [2], "the leader is of stage 0"
