@@ -1,7 +1,8 @@
 """What arriving prompts do to running streams: disaggregated against colocated, in one run.
 
-Four streams decode; in the second half a 1,024-token prompt arrives every 6 s. Printed per service:
-the streams' inter-token latency and token rate without and with these arrivals. "colocated" is the
+Four streams decode, once alone and once while a 1,024-token prompt arrives every 6 s. Printed per
+service: their inter-token latency and token rate without and with these arrivals. Both times they
+emit as many tokens, for a step takes longer the longer their contexts are. "colocated" is the
 same engine as one worker that owns every core (prefiller.replicas=0).
 """
 
@@ -19,7 +20,7 @@ from pdserve.load import LoadConfig, LoadResult, run_load
 NUM_STREAMS = 4
 PROMPT_INTERVAL_S = 6.0
 NUM_PROMPTS = 5
-STREAM_TOKENS = 400
+PILOT_TOKENS = 64
 
 Row = dict[str, float]
 
@@ -53,8 +54,11 @@ async def measure(url: str, model: str) -> dict[str, Row]:
         concurrency=NUM_STREAMS,
         num_requests=NUM_STREAMS,
         input_tokens=64,
-        output_tokens=STREAM_TOKENS,
+        output_tokens=PILOT_TOKENS,
     )
+    pilot = row(await run_load(replace(streams, seed=3)), float("inf"))
+    needed = int(pilot["tokens_per_s"] / NUM_STREAMS * PROMPT_INTERVAL_S * NUM_PROMPTS)
+    streams = replace(streams, output_tokens=needed, warmup_requests=0)
     quiet = await run_load(replace(streams, seed=1))
     prompts = LoadConfig(
         url=url, model=model, concurrency=1, num_requests=1, input_tokens=1024, output_tokens=8
@@ -66,11 +70,7 @@ async def measure(url: str, model: str) -> dict[str, Row]:
         load = replace(prompts, seed=100 + index, warmup_requests=0)
         ttfts.extend(request.ttft_s for request in (await run_load(load)).requests)
 
-    rate = row(quiet, float("inf"))["tokens_per_s"] / NUM_STREAMS
-    needed = int(rate * PROMPT_INTERVAL_S * NUM_PROMPTS)
-    task = asyncio.create_task(
-        run_load(replace(streams, seed=2, output_tokens=needed, warmup_requests=0))
-    )
+    task = asyncio.create_task(run_load(replace(streams, seed=2)))
     await asyncio.sleep(1.0)  # the streams are decoding now
     await asyncio.gather(*(arrive(index) for index in range(NUM_PROMPTS)))
     disturbed = await task
