@@ -1,5 +1,6 @@
 """HTTP routes: the OpenAI API, vLLM's tokenizer endpoints, and those for operators."""
 
+import asyncio
 import contextlib
 import importlib.metadata
 import logging
@@ -183,7 +184,9 @@ class _Routes:
         else:
             body = parse_body(TokenizeTextBody, raw)
         tokens = await self._service.builder.tokenize(body)
-        strings = self._service.tokenizer.token_strs(tokens) if body.return_token_strs else None
+        strings = None
+        if body.return_token_strs:
+            strings = await asyncio.to_thread(self._service.tokenizer.token_strs, tokens)
         return _json_response(
             {
                 "count": len(tokens),

@@ -16,6 +16,8 @@ import hmac
 import logging
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,6 +96,16 @@ class Account:
             )
         self._requests.take(1, now_s)
         self._tokens.take(num_prompt_tokens, now_s)
+
+    @contextmanager
+    def refund_unless_done(self, num_prompt_tokens: int) -> Iterator[None]:
+        """Give back what `admit` took if the block raises: the request never ran."""
+        try:
+            yield
+        except BaseException:
+            self._requests.take(-1, time.monotonic())
+            self._tokens.take(-num_prompt_tokens, time.monotonic())
+            raise
 
     def charge(self, num_output_tokens: int) -> None:
         """Count what a request has generated."""

@@ -81,7 +81,7 @@ class ChunkWriter:
 
 
 class WithoutChunks:
-    """Lets an application answer clients of HTTP/1.0, such as nginx by default, as they expect.
+    """Lets an application answer clients of HTTP/1.0, such as older nginx, as they expect.
 
     They know no chunks: the body of a stream ends where the connection does.
     """

@@ -13,6 +13,17 @@ from proxy.errors import InvalidRequest
 _MAX_SHOWN_CHARS = 100
 # Each has at least one token, but is checked before the context is known to be too short.
 _MAX_MESSAGES, _MAX_PARTS = 16_384, 4_096
+# Far above what any limit or context allows, and still looked at in a moment.
+_MAX_ENTRIES = {
+    "prompt": 1 << 20,
+    "tokens": 1 << 18,
+    "tools": 4096,
+    "functions": 4096,
+    "stop": 4096,
+    "stop_token_ids": 1 << 16,
+    "logit_bias": 1 << 16,
+    "guided_choice": 1 << 16,
+}
 
 Uint32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
 TokenId = Uint32
@@ -270,17 +281,29 @@ def parse_body(kind: type[BodyT], raw: object) -> BodyT:
 
 def _check_counts(raw: dict[Any, Any]) -> None:
     """Refuse long lists before each entry is validated, which would keep others waiting."""
+    counts = [
+        (name, len(value), limit)
+        for name, limit in _MAX_ENTRIES.items()
+        if isinstance(value := raw.get(name), list | dict)
+    ]
     messages = raw.get("messages")
-    if not isinstance(messages, list):
-        return
-    counts = [("messages", len(messages), _MAX_MESSAGES)]
-    for i, message in enumerate(messages[:_MAX_MESSAGES]):
-        content = message.get("content") if isinstance(message, dict) else None
-        if isinstance(content, list):
-            counts.append((f"messages[{i}].content", len(content), _MAX_PARTS))
+    if isinstance(messages, list):
+        counts.append(("messages", len(messages), _MAX_MESSAGES))
+        for i, message in enumerate(messages[:_MAX_MESSAGES]):
+            counts += _part_counts(i, message)
     for param, count, limit in counts:
         if count > limit:
             raise InvalidRequest(f"{param} has {count} entries, the limit is {limit}", param=param)
+
+
+def _part_counts(index: int, message: object) -> list[tuple[str, int, int]]:
+    if not isinstance(message, dict):
+        return []
+    return [
+        (f"messages[{index}].{name}", len(value), _MAX_PARTS)
+        for name in ("content", "tool_calls")
+        if isinstance(value := message.get(name), list)
+    ]
 
 
 _UNION_MEMBERS = frozenset({"str", "int", "float", "bool", "list", "dict", "NamedTool"})

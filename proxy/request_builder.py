@@ -4,6 +4,7 @@ Nothing here talks to a worker: what is refused here was never seen by one.
 """
 
 import asyncio
+import contextlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,12 +25,11 @@ from proxy.openai import (
 from proxy.output_parser import OutputOptions
 from proxy.output_plan import OutputPlanner
 from proxy.request import GenerationRequest, SamplingOptions
-from proxy.tokenizer import Tokenizer
+from proxy.tokenizer import INLINE_CHARS, Tokenizer
 
 _DEFAULT_COMPLETION_TOKENS = 16
-# Longer texts are tokenized in a thread (the tokenizer releases the GIL); shorter ones are not
-# worth the switch.
-_MAX_INLINE_CHARS = 8192
+# Texts above it wait for each other, so that they never take all threads and cores.
+_LARGE_CHARS = 256 * 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +59,7 @@ class RequestBuilder:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._outputs = OutputPlanner(config, tokenizer)
+        self._large = asyncio.Semaphore(1)
 
     def check_model(self, name: str | None) -> str:
         """Return the model name to report; None means the default.
@@ -183,7 +184,12 @@ class RequestBuilder:
             raise InvalidRequest("best_of above n excludes stream", param="best_of")
 
     async def _encode(
-        self, text: str, add_special_tokens: bool, *, param: str | None
+        self,
+        text: str,
+        add_special_tokens: bool,
+        *,
+        param: str | None,
+        is_inline: bool = True,
     ) -> tuple[int, ...]:
         limit = self._max_model_len()
         num_bytes = len(text.encode())
@@ -192,11 +198,12 @@ class RequestBuilder:
                 f"{param} has {num_bytes} bytes, which cannot fit the context of {limit} tokens",
                 param=param,
             )
-        if len(text) <= _MAX_INLINE_CHARS:
+        if is_inline and len(text) <= INLINE_CHARS:
             return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
-        ids = await asyncio.to_thread(
-            self._tokenizer.encode, text, add_special_tokens=add_special_tokens
-        )
+        async with self._large if len(text) > _LARGE_CHARS else contextlib.nullcontext():
+            ids = await asyncio.to_thread(
+                self._tokenizer.encode, text, add_special_tokens=add_special_tokens
+            )
         return tuple(ids)
 
     async def _prompts(self, body: CompletionBody) -> tuple[tuple[int, ...], ...]:
@@ -223,15 +230,24 @@ class RequestBuilder:
                 f"prompt has {len(items)} entries, the limit is {self._limits.max_prompts}",
                 param="prompt",
             )
-        return tuple([await self._prompt(item, body) for item in items])
+        num_chars = sum(len(item) for item in items if isinstance(item, str))
+        is_inline = num_chars <= INLINE_CHARS
+        return tuple([await self._prompt(item, body, is_inline=is_inline) for item in items])
 
-    async def _prompt(self, item: object, body: CompletionBody) -> tuple[int, ...]:
+    async def _prompt(
+        self, item: object, body: CompletionBody, *, is_inline: bool
+    ) -> tuple[int, ...]:
         if isinstance(item, str):
-            return await self._encode(item, body.add_special_tokens is not False, param="prompt")
+            return await self._encode(
+                item,
+                body.add_special_tokens is not False,
+                param="prompt",
+                is_inline=is_inline,
+            )
         if isinstance(item, list):
             # First: a look at each of a million ids would keep others waiting.
             self._check_fits(len(item), "prompt")
-        if not isinstance(item, list) or not all(map(_is_int, item)):
+        if not isinstance(item, list) or not set(map(type, item)) <= {int}:
             raise InvalidRequest(
                 "prompt must be a string, token ids, or a list of either", param="prompt"
             )

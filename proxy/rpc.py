@@ -219,7 +219,9 @@ class _Inference:
         else:
             body["prompt"] = request.text
             tokens = await self._service.builder.tokenize(parse_body(TokenizeTextBody, body))
-        strings = self._service.tokenizer.token_strs(tokens) if request.return_token_strs else ()
+        strings: list[str] = []
+        if request.return_token_strs:
+            strings = await asyncio.to_thread(self._service.tokenizer.token_strs, tokens)
         return inference_pb2.TokenizeResponse(
             tokens=tokens,
             count=len(tokens),

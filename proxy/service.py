@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 import time
+from contextlib import AsyncExitStack
 from typing import Any
 
 from protos import worker_pb2
@@ -72,7 +73,9 @@ class Service:
         if seed is None:
             seed = secrets.randbits(63)
         account.admit(request.num_prompt_tokens)
-        async with self.admission.admit(request.num_sequences):
+        async with AsyncExitStack() as stack:
+            with account.refund_unless_done(request.num_prompt_tokens):
+                await stack.enter_async_context(self.admission.admit(request.num_sequences))
             self.metrics.queue.observe(loop.time() - arrival_s)
             try:
                 await self._generator.run(

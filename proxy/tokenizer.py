@@ -18,6 +18,9 @@ from proxy.errors import Unsupported
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+INLINE_CHARS = 2048
+"""Longer texts are better encoded in a thread, which lets others run; a millisecond or two."""
+
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 _LLAMA3_PATTERN = (
@@ -67,7 +70,12 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; special tokens written out in it are recognised."""
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) <= INLINE_CHARS:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # NOTE: the library keeps the GIL for one text, a second and more for a megabyte, but not
+        # for a batch.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of a whole sequence; bytes that are not UTF-8 become U+FFFD."""

@@ -246,3 +246,22 @@ async def test_cors_is_off_unless_asked_for(stand: StandFactory) -> None:
             "/v1/completions", headers={**preflight, "origin": "https://b.example"}
         )
         assert "access-control-allow-origin" not in other.headers
+
+
+async def test_a_request_that_never_ran_takes_nothing_from_the_limit(stand: StandFactory) -> None:
+    limits = {"requests_per_minute": 2, "tokens_per_minute": 1000}
+    async with stand(max_concurrent_requests=1, max_queued_requests=0, **limits) as proxy:
+        proxy.decoders[0].behavior.token_delay_s = 30
+        running = asyncio.create_task(proxy.http.post("/v1/completions", json=BODY))
+        await proxy.until(lambda: bool(proxy.decoders[0].held))
+        for _ in range(4):
+            reply = await proxy.http.post("/v1/completions", json=BODY)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (429, "overloaded")
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await proxy.until_idle()
+        proxy.decoders[0].behavior.token_delay_s = 0
+        codes = [
+            (await proxy.http.post("/v1/completions", json=BODY)).status_code for _ in range(2)
+        ]
+        assert codes == [200, 429]

@@ -99,6 +99,12 @@ CASES = {
         grpc_status=None,
     ),
     "two tools of one name": Case({"tools": [TOOL, TOOL]}, "tools", grpc_status=None),
+    "5000 tool calls": Case(
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}] * 5000}]},
+        "messages[0].tool_calls",
+        ("5000", "4096"),
+        grpc_status=None,
+    ),
     "129 tools": Case({"tools": [TOOL] * 129}, "tools", ("129", "128"), grpc_status=None),
     "tool_choice without tools": Case({"tool_choice": "required"}, "tool_choice", grpc_status=None),
     "tool_choice unknown": Case(

@@ -1,5 +1,6 @@
 """Tokenizers of GGUF files and folders, and chat templates."""
 
+import asyncio
 import json
 import re
 import time
@@ -204,3 +205,14 @@ def test_gguf_metadata_that_makes_no_tokenizer_is_refused_with_the_files_name(
     write_gguf(path, **changes)
     with pytest.raises(ValueError, match=re.escape(str(path))):
         load_tokenizer(path)
+
+
+async def test_a_long_text_is_encoded_while_others_run(tokenizer: Tokenizer) -> None:
+    text = "The keeper, who was old, said: 42 gulls. " * 10_000
+    num_turns = 0
+    encoding = asyncio.create_task(asyncio.to_thread(tokenizer.encode, text))
+    while not encoding.done():
+        await asyncio.sleep(0.001)
+        num_turns += 1
+    assert num_turns > 5
+    assert await encoding == tokenizer._backend.encode(text).ids
