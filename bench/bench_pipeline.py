@@ -1,9 +1,9 @@
 """A prompt of some chunks by one process, by two tensor-parallel ranks and by two stages: tokens/s.
 
 A model of the packaged one's size, with eight heads and random weights, and one thread a rank. All
-ways in one run; the ratios are what count. Beside the stages' ratio stands what is left of two ranks
-that idle 1 / (m + 1) of the time for m chunks, and beside that the share of the time that they did:
-1 minus what they computed over what passed.
+ways in one run; the ratios are what count. Beside the stages' ratio stands what is left of two
+ranks that idle 1 / (m + 1) of the time for m chunks, and the share of the time that they did: 1
+minus what they computed over what passed.
 """
 
 import argparse
