@@ -44,8 +44,8 @@ class KVTransferConfig:
     max_batch_bytes: Annotated[int, Ge(1)] = 8 * MIB
     """Bytes handed to a transport at once; an abort takes effect between batches."""
     report_bytes: Annotated[int, Ge(1)] = 8 * MIB
-    """Bytes of whole layers, once written, that the reader is told of, to verify them while the
-    rest is on its way.
+    """Bytes to hash, of whole layers that are written, that the reader is told of, to verify them
+    while the rest is on its way.
     """
     max_in_flight_bytes: Annotated[int, Ge(1)] = 16 * MIB
     """Bytes that may be on the way to one peer."""

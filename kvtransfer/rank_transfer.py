@@ -63,9 +63,7 @@ class RankTransfer:
         self._unreported: list[int] = []
         layer_bytes = layout.block_bytes_all_layers // layout.num_layers
         self._copies_per_push = max(1, config.max_batch_bytes // layer_bytes)
-        self._layers_per_report = max(
-            1, config.report_bytes // max(1, len(block_indices) * layer_bytes)
-        )
+        self._pushed_layer_bytes = len(block_indices) * layer_bytes
 
     def push(self, layer_idx: int, blocks: Sequence[BlockCopy]) -> None:
         """Queue copies of one layer's blocks, see Transfer.push."""
@@ -141,9 +139,12 @@ class RankTransfer:
         with self._lock:
             self._progress_s = time.monotonic()
 
-    def take_report(self) -> list[tuple[int, int]]:
-        """(layer_idx, checksum) of layers that the reader may verify, once there are enough."""
-        if len(self._unreported) < self._layers_per_report:
+    def take_report(self, checksum_every: int) -> list[tuple[int, int]]:
+        """(layer_idx, checksum) of layers that the reader may verify, once there are enough, of
+        which it hashes one run in so many.
+        """
+        hashed_bytes = len(self._unreported) * self._pushed_layer_bytes // checksum_every
+        if hashed_bytes < self._config.report_bytes:
             return []
         layers, self._unreported = self._unreported, []
         return [(idx, sum_checksums(self._checksums[idx].values())) for idx in layers]

@@ -375,13 +375,14 @@ class WriterLink:
 
     def _report(self, transfer: RankTransfer) -> None:
         """Let the reader verify what is through, while the rest is being written."""
-        if not self._checksum_every or not (layers := transfer.take_report()):
+        every = self._checksum_every
+        if not every or not (layers := transfer.take_report(every)):
             return
         progress = worker_pb2.WriteProgress(
             key=key_to_proto(transfer.key),
             layer_idx=[layer_idx for layer_idx, _ in layers],
             checksums=[checksum for _, checksum in layers],
-            checksum_every=self._checksum_every,
+            checksum_every=every,
         )
         self._outgoing.put(worker_pb2.WriterMessage(progress=progress))
 

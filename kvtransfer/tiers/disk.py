@@ -47,7 +47,8 @@ class DiskTier:
 
     def contains(self, hashes: Sequence[bytes]) -> list[bool]:
         """See Tier."""
-        return [self._path(block_hash).exists() for block_hash in hashes]
+        # NOTE: unlike Path.exists, no error of the storage is raised.
+        return [os.path.exists(self._path(block_hash)) for block_hash in hashes]
 
     def read(self, block_hash: bytes, into: memoryview) -> bool:
         """See Tier. A file that is not intact is deleted."""
@@ -64,7 +65,8 @@ class DiskTier:
         if not is_whole or not is_intact(header, block_hash, into):
             logger.warning("%s is damaged: dropped", path)
             self.counters.num_corrupt += 1
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.unlink()
             return False
         with contextlib.suppress(OSError):
             os.utime(path)
@@ -76,15 +78,16 @@ class DiskTier:
         num_bytes = HEADER.size + len(data)
         if num_bytes > self._max_bytes:
             return False
-        if (
-            self._num_bytes + num_bytes > self._max_bytes
-            or self._num_unchecked_bytes + num_bytes > CHECK_BYTES
-        ):
-            self._make_room(num_bytes)
         path = self._path(block_hash)
         temporary = path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{path.name}")
         try:
-            path.parent.mkdir(exist_ok=True, mode=0o700)
+            # NOTE: somebody may have emptied the folder.
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if (
+                self._num_bytes + num_bytes > self._max_bytes
+                or self._num_unchecked_bytes + num_bytes > CHECK_BYTES
+            ):
+                self._make_room(num_bytes)
             with temporary.open("wb", buffering=0) as file:
                 file.write(pack_header(block_hash, data))
                 written = 0
@@ -114,7 +117,7 @@ class DiskTier:
 
     def _make_room(self, num_bytes: int) -> None:
         """Count what all workers left here, and delete the oldest if it is too much."""
-        with self._lock_path.open("rb") as lock:
+        with self._lock_path.open("ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             files = sorted(self._files())
             used = sum(size for _, size, _ in files)

@@ -9,6 +9,7 @@ mooncake-transfer-engine-non-cuda 0.3.13.post1.
 """
 
 import logging
+import time
 from collections.abc import Sequence
 
 from mooncake.store import MooncakeDistributedStore
@@ -18,6 +19,11 @@ from kvtransfer.tiers.base import TierCounters
 from kvtransfer.tiers.frame import HEADER, is_intact, pack_header
 
 logger = logging.getLogger(__name__)
+
+RPC_FAIL = -900
+"""Mooncake's code for a master that does not answer."""
+RETRY_S = 30.0
+"""Until it is asked again: each call to a dead one takes some four seconds."""
 
 
 class StoreTier:
@@ -31,6 +37,7 @@ class StoreTier:
         """Connect to the master. Raises: TransportUnavailable: it does not answer."""
         self.counters = TierCounters()
         self._namespace = namespace
+        self._not_before_s = 0.0
         self._store: MooncakeDistributedStore | None = MooncakeDistributedStore()
         code = self._store.setup(
             host, "P2PHANDSHAKE", segment_bytes, buffer_bytes, "tcp", "", address
@@ -41,14 +48,16 @@ class StoreTier:
 
     def contains(self, hashes: Sequence[bytes]) -> list[bool]:
         """See Tier."""
-        if self._store is None or not hashes:
+        if self._store is None or not self._is_reachable() or not hashes:
             return [False] * len(hashes)
         codes = self._store.batch_is_exist([self._key(block_hash) for block_hash in hashes])
+        if RPC_FAIL in codes:
+            self._leave_alone()
         return [code == 1 for code in codes] or [False] * len(hashes)
 
     def read(self, block_hash: bytes, into: memoryview) -> bool:
         """See Tier. A value that is not intact is removed."""
-        if self._store is None:
+        if self._store is None or not self._is_reachable():
             return False
         value = memoryview(self._store.get(self._key(block_hash)))
         if not value:
@@ -57,7 +66,9 @@ class StoreTier:
         if len(data) != len(into) or not is_intact(bytes(value[: HEADER.size]), block_hash, data):
             logger.warning("block %s of the store is damaged: dropped", block_hash.hex())
             self.counters.num_corrupt += 1
-            self._store.remove(self._key(block_hash))
+            # NOTE: by force, since every reading leases the value for some seconds; who reads it
+            # meanwhile finds that it is damaged, too.
+            self._store.remove(self._key(block_hash), True)
             return False
         into[:] = data
         self.counters.num_read += 1
@@ -65,11 +76,14 @@ class StoreTier:
 
     def write(self, block_hash: bytes, data: memoryview) -> bool:
         """See Tier."""
-        if self._store is None:
+        if self._store is None or not self._is_reachable():
             return False
         frame = pack_header(block_hash, data) + bytes(data)
-        if self._store.put(self._key(block_hash), frame):
-            self.counters.num_failures += 1
+        if code := self._store.put(self._key(block_hash), frame):
+            if code == RPC_FAIL:
+                self._leave_alone()
+            else:
+                self.counters.num_failures += 1
             return False
         self.counters.num_written += 1
         return True
@@ -83,6 +97,14 @@ class StoreTier:
         if self._store is not None:
             self._store.close()
         self._store = None
+
+    def _is_reachable(self) -> bool:
+        return time.monotonic() >= self._not_before_s
+
+    def _leave_alone(self) -> None:
+        logger.warning("the Mooncake master does not answer: next asked in %.0f s", RETRY_S)
+        self.counters.num_failures += 1
+        self._not_before_s = time.monotonic() + RETRY_S
 
     def _key(self, block_hash: bytes) -> str:
         return f"pdserve/{self._namespace}/{block_hash.hex()}"

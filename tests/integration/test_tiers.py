@@ -11,9 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from mooncake.store import MooncakeDistributedStore
 
 from engine.parallel_config import ParallelConfig
 from kvtransfer.tiers.config import TierConfig
+from kvtransfer.tiers.frame import pack_header
+from kvtransfer.tiers.store import StoreTier
 from protos import worker_pb2
 from protos.block_hash import block_salt, hash_blocks, kv_identity
 from tests.integration.service import Service, wait_until
@@ -164,6 +167,35 @@ def test_a_prefix_in_the_store_outlives_all_workers(
             assert _cached_tokens(again) == _PREFIX_TOKENS
             assert again["choices"] == first["choices"]
             service.assert_idle()
+
+
+def test_a_damaged_value_of_the_store_is_a_miss_and_is_removed() -> None:
+    block_hash, data = bytes(range(16)), memoryview(bytes(range(250)) * 4)
+    frame = pack_header(block_hash, data) + bytes(data)
+    flipped = bytearray(frame)
+    flipped[-7] ^= 16
+    into = memoryview(bytearray(len(data)))
+    with _mooncake_store() as address:
+        tier = StoreTier(address, "model", host="127.0.0.1", segment_bytes=0, buffer_bytes=16 << 20)
+        other = MooncakeDistributedStore()
+        setup = "127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", address
+        assert other.setup(*setup) == 0
+        for number, damaged in enumerate((bytes(flipped), frame[:-1], frame + b"0", b"0"), 1):
+            assert other.put(f"pdserve/model/{block_hash.hex()}", damaged) == 0
+            assert tier.contains([block_hash]) == [True]
+            assert not tier.read(block_hash, into)
+            assert tier.counters.num_corrupt == number
+            assert tier.contains([block_hash]) == [False]
+        assert tier.write(block_hash, data)
+        assert tier.read(block_hash, into)
+        assert into == data
+        other.close()
+    # The master is gone: a miss, and it is not asked again for every block.
+    assert tier.contains([block_hash]) == [False]
+    assert not tier.read(block_hash, into)
+    assert not tier.write(bytes(16), data)
+    assert tier.counters.num_failures == 1
+    tier.close()
 
 
 @pytest.mark.parametrize("role", [pytest.param("prefiller", marks=pytest.mark.slow), "decoder"])

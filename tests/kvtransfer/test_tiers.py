@@ -1,4 +1,5 @@
 import os
+import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -127,6 +128,19 @@ def test_a_folder_that_cannot_be_written_any_more_is_a_counted_failure(tmp_path:
     assert not tier.write(*block(1))
     assert read(tier, 1) is None
     assert tier.counters.num_failures >= 1
+
+
+def test_a_folder_that_was_deleted_is_made_again(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path / "tier", "model", 3 * FRAME)
+    for number in range(3):
+        assert tier.write(*block(number))
+    shutil.rmtree(tmp_path / "tier")
+    assert tier.contains([block(1)[0]]) == [False]
+    # The bound is reached by its own count: it looks what there is.
+    for number in range(3, 6):
+        assert tier.write(*block(number))
+        assert read(tier, number) == bytes(block(number)[1])
+    assert tier.num_used_bytes() == 3 * FRAME
 
 
 def test_a_tier_that_cannot_be_opened_is_left_out(
