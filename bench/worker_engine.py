@@ -7,7 +7,7 @@ serialise one message. Requests here share nothing with one another or with earl
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from engine.layers.attention import OnLayer
 from engine.models import CausalLM
 from engine.pipeline import Pipeline
 from engine.request import Request, SamplingParams
-from engine.runner import Forward, ForwardMemory, MakeForward
+from engine.runner import ForwardMemory, GraphForward, MakeForward
 from engine.weights import load_model_config
 from engine.worker.assembly import Engine, build_engine
 from engine.worker.config import WorkerConfig
@@ -123,9 +123,9 @@ class _Stopwatch:
 
 
 class _TimedForward:
-    """A Forward that is timed."""
+    """A GraphForward that is timed."""
 
-    def __init__(self, forward: Forward, model: CausalLM, watch: _Stopwatch) -> None:
+    def __init__(self, forward: GraphForward, model: CausalLM, watch: _Stopwatch) -> None:
         self._forward = forward
         self._watch = watch
         logits = model.logits
@@ -136,6 +136,13 @@ class _TimedForward:
 
         vars(model)["logits"] = timed_logits
         self.stats = forward.stats
+
+    def graph_size(self, batches: Sequence[Batch], on_layer: OnLayer | None = None) -> int:
+        return self._forward.graph_size(batches, on_layer)
+
+    def replay(self, batch: Batch, size: int) -> Tensor:
+        with self._watch.running():
+            return self._forward.replay(batch, size)
 
     def __call__(self, batch: Batch, on_layer: OnLayer | None = None) -> Tensor:
         with self._watch.running():
@@ -166,9 +173,9 @@ class BenchEngine:
         config = WorkerConfig(
             engine_id="bench", model_path=str(path), model_name=model, **(settings | options)
         )
-        make = make_forward or graph_forward(config.graph_mode, _ignore)
+        make = make_forward or graph_forward(config, _ignore)
 
-        def make_timed(model: CausalLM, ops: Ops, memory: ForwardMemory) -> Forward:
+        def make_timed(model: CausalLM, ops: Ops, memory: ForwardMemory) -> GraphForward:
             return _TimedForward(make(model, ops, memory), model, self._watch)
 
         start = Start(

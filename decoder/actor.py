@@ -32,14 +32,12 @@ def serve_decode(start: Start) -> Iterator[DecodeLoop]:
     """A decode loop that is reachable at start.address while the context is open."""
     config = start.config
     with ExitStack() as stack:
-        make_forward = graph_forward(
-            config.graph_mode,
-            start.report,
-            multiple_of=config.parallel.tp_size,
-            cache_key=config.graph_key,
-        )
         engine = build_engine(
-            start, worker_pb2.ROLE_DECODER, config.transfer.transport, make_forward
+            start,
+            worker_pb2.ROLE_DECODER,
+            config.transfer.transport,
+            graph_forward(config, start.report),
+            follower="decoder.follower",
         )
         stack.callback(engine.close)
         endpoint: Endpoint[DecodeEvent] = Endpoint(start, engine)

@@ -5,6 +5,9 @@
 
 A backend turns a forward pass over static tensors into something that can be run again; it knows
 nothing of requests. Everything is captured before a worker serves, nothing afterwards.
+
+Ranks that compute a pass together have graphs of the same sizes, captured in the same order. What
+one of them cannot capture, none replays. Which graph they replay, the leader says step by step.
 """
 
 import importlib
@@ -18,9 +21,13 @@ from torch import Tensor
 
 from decoder.native_graph import NativeBackend
 from engine.batch import Batch, KVBatch
+from engine.collectives import first_problem
 from engine.layers.attention import OnLayer
 from engine.models import CausalLM
+from engine.parallel import Parallel
 from engine.runner import ForwardMemory, ForwardStats, MakeForward
+from engine.step_plan import StepPlan, plan_step
+from engine.worker.config import WorkerConfig
 from kernels.graph import CaptureError
 from kernels.ops import Ops
 
@@ -58,25 +65,35 @@ class GraphBackend(Protocol):
         """Sizes that are worth a graph each, ascending; batches between two are padded."""
         ...
 
-    def capture(self, forward: ForwardFn, batch: Batch) -> Callable[[], Tensor]:
+    def capture(
+        self, forward: ForwardFn, batch: Batch, agree: Callable[[], None]
+    ) -> Callable[[], Tensor]:
         """Capture forward(batch.input_ids, batch.positions, batch.kv) on these very tensors.
 
         The result computes it anew from what the tensors, the KV caches included, hold by then. Its
         output may be overwritten by the next replay of any graph. Larger sizes are captured first.
 
-        Raises: CaptureError: the model does something that cannot be replayed; says what.
+        agree: called once, when nothing can fail any more that does not fail on every rank, and
+        before the graph is run, which takes all ranks. It waits for them.
+
+        Raises: CaptureError: the model does something that cannot be replayed, here or, from agree,
+        on another rank; says what.
         """
         ...
 
 
 def select_backend(
-    mode: str, ops: Ops, model: CausalLM, *, multiple_of: int = 1, cache_key: str = ""
+    mode: str,
+    ops: Ops,
+    model: CausalLM,
+    *,
+    cache_key: str = "",
+    parallel: Parallel | None = None,
 ) -> GraphBackend | None:
     """The backend for a graph_mode; None for eager. `auto` takes what suits the ops.
 
-    multiple_of: what batch sizes of graphs are multiples of, so that rows can be scattered over so
-    many ranks without a remainder.
     cache_key: of graphs that are kept on disk; see `WorkerConfig.graph_key`.
+    parallel: the model's. Sizes are multiples of tp_size where rows may be scattered over it.
 
     Raises: ValueError: the mode is unknown, or not for these ops.
     """
@@ -89,16 +106,19 @@ def select_backend(
     wanted = "cpu" if mode == "native" else "npu"
     if ops.name != wanted:
         raise ValueError(f"graph_mode {mode} needs the {wanted} kernels, the backend is {ops.name}")
+    parallel = parallel or Parallel()
+    tp_size = parallel.config.tp_size
     if mode == "native":
-        return NativeBackend()
+        is_scattered = parallel.config.sequence_parallel
+        return NativeBackend(parallel.tape, multiple_of=tp_size if is_scattered else 1)
     # NOTE: imported here because torch_npu exists on Ascend hosts alone.
     module = importlib.import_module("decoder.graph_npu")
     if mode == "torchair":
         compiled: GraphBackend = module.TorchairBackend(
-            model, multiple_of=multiple_of, cache_key=cache_key
+            model, parallel=parallel, cache_key=cache_key
         )
         return compiled
-    captured: GraphBackend = module.AclGraphBackend(ops, multiple_of=multiple_of)
+    captured: GraphBackend = module.AclGraphBackend(ops, parallel=parallel)
     return captured
 
 
@@ -115,62 +135,132 @@ class GraphRunner:
         has_host_lengths = backend is not None and backend.has_host_lengths
         self._static = _StaticBatch(memory, max(self._sizes, default=0), has_host_lengths)
         self._graphs: dict[int, Callable[[], Tensor]] = {}
+        self._parallel = memory.parallel
+        self._plans: dict[int, StepPlan] = {}
         self._num_compiles_at_start = 0
         self._why_not = "nothing is captured" if backend else "graph_mode is eager"
         self.stats = ForwardStats()
 
     @torch.inference_mode()
     def capture(self, report: Report) -> None:
-        """Capture every size; when the model cannot be captured, say why and stay eager."""
+        """Capture every size, with all ranks; what cannot be captured, here or on another one, is
+        said, and everything stays eager.
+
+        Raises: RuntimeError: a rank is gone.
+        """
         if self._backend is None:
+            return
+        if reason := _changes_while_serving(self._parallel):
+            self._stay_eager(reason)
             return
         for done, size in enumerate(reversed(self._sizes)):
             report("capturing graphs", done / len(self._sizes))
-            try:
-                self._graphs[size] = self._backend.capture(self._model, self._static.of(size))
-            except CaptureError as error:
-                self._graphs.clear()
-                self._sizes = ()
-                self._why_not = f"{self._backend.name} graphs: {error}"
-                _log.warning("decoding without graphs: %s", error)
+            if problem := self._capture(self._backend, size):
+                self._stay_eager(f"{self._backend.name} graphs: {problem}")
                 break
         else:
             self._why_not = ""
         self._num_compiles_at_start = self._backend.num_compiles
 
-    def __call__(self, batch: Batch, on_layer: OnLayer | None = None) -> Tensor:
-        """Hidden states [T, hidden_size] of the batch; valid until the next call."""
-        num_seqs = len(batch.input_ids)
-        if reason := self._why_eager(batch, on_layer):
+    def _capture(self, backend: GraphBackend, size: int) -> str:
+        """Capture one size; what is in the way of it on any rank."""
+        parallel, moe = self._parallel, self._model.config.moe
+        plan = plan_step(
+            [size] * parallel.config.dp_size,
+            parallel.config,
+            moe.num_experts_per_tok if moe else 0,
+            has_operators=parallel.exchange is not None,
+        )
+        self._plans[size] = plan
+        parallel.step.become(plan)
+        agreement = _Agreement(parallel)
+        try:
+            self._graphs[size] = backend.capture(self._model, self._static.of(size), agreement)
+        except CaptureError as error:
+            return agreement.outcome(f"{error}")
+        return agreement.outcome("")
+
+    def _stay_eager(self, reason: str) -> None:
+        self._graphs.clear()
+        self._sizes = ()
+        self._why_not = reason
+        _log.warning("decoding without graphs: %s", reason)
+
+    def graph_size(self, batches: Sequence[Batch], on_layer: OnLayer | None = None) -> int:
+        """See `engine.runner.Forward`."""
+        if reason := self._why_eager(batches, on_layer):
             self.stats.eager[reason] += 1
-            return self._model(batch.input_ids, batch.positions, batch.kv, on_layer)
-        size = self._sizes[bisect_left(self._sizes, num_seqs)]
+            return 0
+        return self._sizes[bisect_left(self._sizes, max(len(b.input_ids) for b in batches))]
+
+    def replay(self, batch: Batch, size: int) -> Tensor:
+        """See `engine.runner.Forward`."""
+        # NOTE: what was compiled in this process is compiled anew where it finds another plan.
+        self._parallel.step.become(self._plans[size])
         self._static.fill(batch, size)
         self.stats.num_replays += 1
-        hidden = self._graphs[size]()[:num_seqs]
+        hidden = self._graphs[size]()[: len(batch.input_ids)]
         assert self._backend is not None, "there are graphs"
         self.stats.num_recompiles = self._backend.num_compiles - self._num_compiles_at_start
         return hidden
 
-    def _why_eager(self, batch: Batch, on_layer: OnLayer | None) -> str:
+    def __call__(self, batch: Batch, on_layer: OnLayer | None = None) -> Tensor:
+        """Hidden states [T, hidden_size] of the batch; valid until the next call."""
+        if size := self.graph_size([batch], on_layer):
+            return self.replay(batch, size)
+        return self._model(batch.input_ids, batch.positions, batch.kv, on_layer)
+
+    def _why_eager(self, batches: Sequence[Batch], on_layer: OnLayer | None) -> str:
         if self._why_not:
             return self._why_not
-        if batch.kv.max_seqlen_q > 1:
+        if any(batch.kv.max_seqlen_q > 1 for batch in batches):
             return "prompt tokens or drafts in the batch"
         if on_layer is not None:
             return "layers are reported"
-        if batch.has_adapters:
+        if any(batch.has_adapters for batch in batches):
             return "adapters in the batch"
-        return "" if len(batch.input_ids) <= self._sizes[-1] else "batch is too large"
+        is_fitting = all(len(batch.input_ids) <= self._sizes[-1] for batch in batches)
+        return "" if is_fitting else "batch is too large"
 
 
-def graph_forward(
-    mode: str, report: Report, *, multiple_of: int = 1, cache_key: str = ""
-) -> MakeForward:
+class _Agreement:
+    """Of all ranks on one graph: each says once whether it has it."""
+
+    def __init__(self, parallel: Parallel) -> None:
+        self._group = parallel.start
+        self._problem: str | None = None
+
+    def __call__(self) -> None:
+        """This rank has it. Raises: CaptureError: another one has not."""
+        self._problem = first_problem(self._group, "")
+        if self._problem:
+            raise CaptureError(self._problem)
+
+    def outcome(self, own_problem: str) -> str:
+        """What is in the way of it, on this rank or on another; empty: nothing."""
+        if self._problem is None:
+            self._problem = first_problem(self._group, own_problem)
+        return self._problem
+
+
+def _changes_while_serving(parallel: Parallel) -> str:
+    """What of a step is not the same every time; empty: nothing."""
+    if parallel.config.eplb.collects_heat:
+        return "experts are balanced while serving"
+    if parallel.config.layer_sharding:
+        return "layer_sharding sends weights beside a step"
+    if parallel.config.dual_batch_overlap:
+        return "dual_batch_overlap divides steps"
+    return ""
+
+
+def graph_forward(config: WorkerConfig, report: Report) -> MakeForward:
     """A GraphRunner with everything captured, for `build_engine`. See `select_backend`."""
 
     def make(model: CausalLM, ops: Ops, memory: ForwardMemory) -> GraphRunner:
-        backend = select_backend(mode, ops, model, multiple_of=multiple_of, cache_key=cache_key)
+        backend = select_backend(
+            config.graph_mode, ops, model, cache_key=config.graph_key, parallel=memory.parallel
+        )
         graphs = GraphRunner(model, memory, backend)
         graphs.capture(report)
         return graphs

@@ -26,12 +26,14 @@ import torch_npu.dynamo.torchair
 from torch import Tensor, nn
 from torch._functorch import config as functorch
 from torchair import CompilerConfig
+from torchair.ge._ge_graph import GeGraph
 from torchair.inference import cache_compile
 
 from decoder.graph_sizes import plan_sizes
 from engine.batch import Batch, KVBatch
 from engine.layers.experts import Experts
 from engine.models import CausalLM
+from engine.parallel import Parallel
 from kernels.ascend.attention import AttentionCall, launch
 from kernels.ascend.mla import token_major
 from kernels.graph import CaptureError
@@ -150,27 +152,38 @@ class TorchairBackend:
         self,
         model: CausalLM,
         *,
-        multiple_of: int = 1,
+        parallel: Parallel | None = None,
         cache_folder: Path = _CACHE,
         cache_key: str = "",
         settings: TorchairSettings | None = None,
     ) -> None:
-        """cache_key: what graphs depend on besides the model's config, versions and the rank."""
+        """parallel: the model's. cache_key: what graphs depend on besides the model's config,
+        versions, the rank, and what HCCL calls the groups of operators that communicate.
+        """
         self._step = DecodeStep(model)
         self._settings = settings or settings_of(self._step)
-        self._multiple_of = multiple_of
-        self.folder = cache_folder / _digest(model, cache_key)
+        self._parallel = parallel or Parallel()
+        self.folder = cache_folder / _digest(model, cache_key, self._parallel)
         """Where compiled graphs are kept."""
         self.num_compiles = 0
 
     def batch_sizes(self, max_num_seqs: int) -> Sequence[int]:
         """Few: each takes a minute or so to compile on hardware, once."""
         return plan_sizes(
-            max_num_seqs, multiple_of=self._multiple_of, max_graphs=_MAX_TORCHAIR_GRAPHS
+            max_num_seqs,
+            multiple_of=self._parallel.config.tp_size,
+            max_graphs=_MAX_TORCHAIR_GRAPHS,
         )
 
-    def capture(self, forward: ForwardFn, batch: Batch) -> Callable[[], Tensor]:
+    def capture(
+        self, forward: ForwardFn, batch: Batch, agree: Callable[[], None]
+    ) -> Callable[[], Tensor]:
         """See `GraphBackend.capture`; `forward` is the model. Compiles, or loads from disk."""
+        counters = self._parallel.counters
+        # What a rank cannot compute should not fail behind minutes of compiling; and of a graph
+        # nobody can tell what it communicates.
+        with counters.aside() as counts:
+            forward(batch.input_ids, batch.positions, batch.kv)
         self.folder.mkdir(parents=True, exist_ok=True)
         compiled = cache_compile(
             self._step.method(len(batch.input_ids)),
@@ -183,20 +196,59 @@ class TorchairBackend:
 
         def replay() -> Tensor:
             hidden: Tensor = compiled(*arguments)
+            counters.add_all(counts)
             return hidden
 
         # The latent-cache operator returns the caches it wrote: torch warns of it, or refuses where
         # the environment says CI. The graph is ordered by what it returns, so it is needed.
-        with functorch.patch(error_on_custom_op_aliasing=False):
-            replay()  # what is not compiled by now would be while serving
+        with functorch.patch(error_on_custom_op_aliasing=False), counters.aside():
+            _compile(replay, agree)  # what is not compiled by now would be while serving
         self.num_compiles += 1
         return replay
 
 
-def _digest(model: CausalLM, cache_key: str) -> str:
-    """Names what a compiled graph depends on and TorchAir's own key, which has ranks, has not."""
+def _compile(run: Callable[[], Tensor], agree: Callable[[], None]) -> None:
+    """Run a graph for the first time, which compiles it, and agree between these two.
+
+    A rank that runs a graph waits in its collectives for one that could not compile it, and the
+    device with it. TorchAir has no call that only compiles; what it compiles runs here.
+
+    Raises: CaptureError: it does not compile, here or elsewhere.
+    """
+    launch, agreed = GeGraph.run, False
+
+    def launch_once_agreed(graph: GeGraph, *args: Any, **kwargs: Any) -> Any:
+        nonlocal agreed
+        agree()
+        agreed = True
+        GeGraph.run = launch
+        return launch(graph, *args, **kwargs)
+
+    GeGraph.run = launch_once_agreed
+    try:
+        run()
+    except CaptureError:
+        raise
+    except (RuntimeError, ValueError, AssertionError, OSError) as error:
+        if agreed:
+            raise
+        raise CaptureError(f"TorchAir: {error}".splitlines()[0]) from error
+    finally:
+        GeGraph.run = launch
+    if not agreed:  # it has run, but not by the Graph Engine
+        agree()
+
+
+def _digest(model: CausalLM, cache_key: str, parallel: Parallel) -> str:
+    """Names what a compiled graph depends on and TorchAir's own key, which has ranks, has not.
+
+    TorchAir brings the names of communicators up to date in its own collectives, not in operators
+    of the device that communicate themselves.
+    """
     versions = (torch.__version__, torch_npu.__version__)
-    parts = repr((model.config, cache_key, versions))
+    groups = (parallel.exchange, parallel.fused_tp)
+    names = [group.communicator for group in groups if group is not None]
+    parts = repr((model.config, cache_key, versions, names))
     return hashlib.sha256(parts.encode()).hexdigest()[:16]
 
 
@@ -281,10 +333,13 @@ class AclGraphBackend:
     name = "aclgraph"
     has_host_lengths = True
 
-    def __init__(self, ops: NpuOps, *, npu: Any = torch_npu.npu, multiple_of: int = 1) -> None:
+    def __init__(
+        self, ops: NpuOps, *, npu: Any = torch_npu.npu, parallel: Parallel | None = None
+    ) -> None:
+        """parallel: the model's."""
         self._ops = ops
         self._npu = npu
-        self._multiple_of = multiple_of
+        self._parallel = parallel or Parallel()
         self._stream = npu.Stream()
         self._update_stream = npu.Stream()
         self._pool: Any = None
@@ -292,30 +347,40 @@ class AclGraphBackend:
 
     def batch_sizes(self, max_num_seqs: int) -> Sequence[int]:
         """Bounded: a graph takes streams and events, of which a device has a fixed number."""
-        return plan_sizes(max_num_seqs, multiple_of=self._multiple_of, max_graphs=_MAX_ACL_GRAPHS)
+        return plan_sizes(
+            max_num_seqs, multiple_of=self._parallel.config.tp_size, max_graphs=_MAX_ACL_GRAPHS
+        )
 
-    def capture(self, forward: ForwardFn, batch: Batch) -> Callable[[], Tensor]:
+    def capture(
+        self, forward: ForwardFn, batch: Batch, agree: Callable[[], None]
+    ) -> Callable[[], Tensor]:
         """See `GraphBackend.capture`."""
-        npu = self._npu
+        npu, counters = self._npu, self._parallel.counters
         # Once eagerly: what allocates or compiles on its first run must not do so in a capture.
-        with self._ops.attention_through(_launch_replayable):
+        with self._ops.attention_through(_launch_replayable), counters.aside() as counts:
             forward(batch.input_ids, batch.positions, batch.kv)
         npu.synchronize()
         graph = npu.NPUGraph()
         recorder = _Recorder(npu, self._stream)
-        with (
-            npu.graph(graph, pool=self._pool, stream=self._stream),
-            self._ops.attention_through(recorder.launch),
-        ):
-            hidden = forward(batch.input_ids, batch.positions, batch.kv)
+        try:
+            with (
+                npu.graph(graph, pool=self._pool, stream=self._stream),
+                self._ops.attention_through(recorder.launch),
+                counters.aside(),
+            ):
+                hidden = forward(batch.input_ids, batch.positions, batch.kv)
+        except RuntimeError as error:  # such as streams and events that the device has no more of
+            raise CaptureError(f"{error}".splitlines()[0]) from error
         self._pool = graph.pool()
         self.num_compiles += 1
+        agree()
 
         def replay() -> Tensor:
             # NOTE: the last replay must be over: its tasks would be updated under it.
             npu.current_stream().synchronize()
             recorder.update(self._update_stream)
             graph.replay()
+            counters.add_all(counts)
             return hidden
 
         return replay

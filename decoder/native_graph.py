@@ -3,11 +3,16 @@
 Capturing runs the model's Python once while the kernels record instead of computing, so it takes
 milliseconds and needs no cache on disk. Any other op of torch would be missing from the replay, and
 ends the capture.
+
+Collectives are not kernels, so with several ranks a graph has pieces:
+
+    kernels of the first block | all_reduce by gloo | kernels of the next block | all_reduce ...
 """
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from engine.batch import Batch, KVBatch
+from engine.collectives import Run, Tape
 from kernels.graph import CaptureError
 
 # (up to this size, a graph for every so many). A padded row costs as much as a real one, so at most
@@ -29,10 +35,14 @@ class NativeBackend:
     name = "native"
     has_host_lengths = False
 
-    def __init__(self) -> None:
+    def __init__(self, tape: Tape | None = None, *, multiple_of: int = 1) -> None:
+        """tape: of the model's groups. multiple_of: what sizes are multiples of."""
+        self._tape = tape or Tape()
+        self._multiple_of = multiple_of
         self._graphs = torch.classes.pdserve_cpu.Graphs()
         self.num_compiles = 0
         self._numbers: dict[int, int] = {}
+        self._num_calls = 0
 
     def batch_sizes(self, max_num_seqs: int) -> Sequence[int]:
         """Every small size, then ever fewer; the last one holds max_num_seqs, up to 512."""
@@ -40,29 +50,41 @@ class NativeBackend:
         for until, step in _STEPS:
             start = sizes[-1] if sizes else 0
             sizes += range(start + step, until + 1, step)
-        return sizes[: bisect_left(sizes, max_num_seqs) + 1]
+        unit = self._multiple_of
+        return sorted({-(-s // unit) * unit for s in sizes[: bisect_left(sizes, max_num_seqs) + 1]})
 
     def capture(
-        self, forward: Callable[[Tensor, Tensor, KVBatch], Tensor], batch: Batch
+        self,
+        forward: Callable[[Tensor, Tensor, KVBatch], Tensor],
+        batch: Batch,
+        agree: Callable[[], None],
     ) -> Callable[[], Tensor]:
-        """See `GraphBackend.capture`."""
+        """See `GraphBackend.capture`; nothing is computed."""
         # Watching every op is slow; sizes differ in nothing but a number.
         is_first = self.num_compiles == 0
+        pieces = _Pieces(self._graphs)
         self._graphs.begin()
+        self._tape.recorder = pieces
         try:
-            with _OnlyRecordedOps(self._graphs) if is_first else nullcontext():
+            with _OnlyRecordedOps(pieces) if is_first else nullcontext():
                 hidden = forward(batch.input_ids, batch.positions, batch.kv)
         except BaseException:
             self._graphs.cancel()
             raise
-        graphs, number = self._graphs, self._graphs.end()
+        finally:
+            self._tape.recorder = None
+        number = self._graphs.end()
         self.num_compiles += 1
         self._numbers[len(batch.input_ids)] = number
-        if graphs.num_tasks(number) != graphs.num_tasks(0):
+        num_tasks, num_calls = self._graphs.num_tasks(number), len(pieces.calls)
+        if is_first:
+            self._num_calls = num_calls
+        if (num_tasks, num_calls) != (self._graphs.num_tasks(0), self._num_calls):
             raise CaptureError(f"a batch of {len(batch.input_ids)} takes other ops than the first")
+        agree()
 
         def replay() -> Tensor:
-            graphs.replay(number)
+            pieces.replay(number, num_tasks)
             return hidden
 
         return replay
@@ -73,15 +95,50 @@ class NativeBackend:
         return times
 
 
+@dataclass(slots=True)
+class _Pieces:
+    """Implements engine.collectives.Recorder: what is called between the kernels of one graph."""
+
+    graphs: Any
+    calls: list[tuple[int, Run, Tensor, Tensor]] = field(default_factory=list)
+    """(kernels before it, what, its two tensors)."""
+
+    @property
+    def num_recorded(self) -> int:
+        """Kernels and calls so far."""
+        num_kernels: int = self.graphs.num_recorded()
+        return num_kernels + len(self.calls)
+
+    def empty(self, sizes: Sequence[int], like: Tensor) -> Tensor:
+        """See Recorder."""
+        out: Tensor = self.graphs.empty(list(sizes), like)
+        return out
+
+    def call(self, run: Run, out: Tensor, x: Tensor) -> None:
+        """See Recorder."""
+        # NOTE: a tensor that is kept would keep its memory from later kernels.
+        tensors = (self.graphs.alias(out), self.graphs.alias(x))
+        self.calls.append((self.graphs.num_recorded(), run, *tensors))
+
+    def replay(self, number: int, num_tasks: int) -> None:
+        """Run it all, in order."""
+        start = 0
+        for stop, run, out, x in self.calls:
+            self.graphs.replay(number, start, stop)
+            run(out, x)
+            start = stop
+        self.graphs.replay(number, start, num_tasks)
+
+
 class _OnlyRecordedOps(TorchFunctionMode):
     """Refuses what would compute now, and so not in a replay.
 
     NOTE: not a TorchDispatchMode: the first use of one loads all of torch's compiler.
     """
 
-    def __init__(self, graphs: Any) -> None:
+    def __init__(self, pieces: _Pieces) -> None:
         super().__init__()
-        self._graphs = graphs
+        self._pieces = pieces
 
     def __torch_function__(
         self,
@@ -90,9 +147,9 @@ class _OnlyRecordedOps(TorchFunctionMode):
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        num_recorded = self._graphs.num_recorded()
+        num_recorded = self._pieces.num_recorded
         result = func(*args, **(kwargs or {}))
-        if self._graphs.num_recorded() == num_recorded and not _only_looks(func, args, result):
+        if self._pieces.num_recorded == num_recorded and not _only_looks(func, args, result):
             name = resolve_name(func) or str(func)
             raise CaptureError(f"{name} is not one of the kernels that can be recorded")
         return result

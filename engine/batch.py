@@ -48,6 +48,8 @@ class KVBatch:
     """Leading sequences with at most MAX_DECODE_QUERIES tokens: nothing but decodes, as a rule."""
     num_decode_tokens: int
     """Tokens of these."""
+    active: Tensor | None = None
+    """[rows between two blocks] bool: tokens, and behind them padding; None: nobody asks."""
     others: OtherRows | None = None
     """None: these are all rows of the step."""
 
@@ -65,6 +67,7 @@ class KVBatch:
             cu_seqlens_q=self.cu_seqlens_q[: num_seqs + 1],
             context_lens=self.context_lens[:num_seqs],
             max_seqlen_q=min(self.max_seqlen_q, MAX_DECODE_QUERIES),
+            active=None,
         )
         second = replace(
             self,
@@ -74,6 +77,7 @@ class KVBatch:
             context_lens=self.context_lens[num_seqs:],
             num_decode_seqs=0,
             num_decode_tokens=0,
+            active=None,
         )
         return first, second
 

@@ -8,7 +8,8 @@ sends in the rest, with n bytes and p ranks: all_reduce 2 n (p - 1) / p; reduce_
 all_gather n (p - 1) / p, where n is the size of the whole; broadcast and send n.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,6 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.turns import Pending, Turns
+from kernels.graph import CaptureError
+
+Counts = dict[str, tuple[int, int]]
+"""(calls, bytes) by kind."""
+
+
+_MAX_PROBLEM_BYTES = 400
 
 
 @dataclass(slots=True)
@@ -41,15 +49,33 @@ class CollectiveCounters:
         count.calls += 1
         count.num_bytes += num_bytes
 
-    def snapshot(self) -> dict[str, tuple[int, int]]:
+    def add_all(self, counts: Counts) -> None:
+        """Count what a graph has run."""
+        for kind, (calls, num_bytes) in counts.items():
+            self.num_calls += calls
+            count = self.by_kind.setdefault(kind, CollectiveCount())
+            count.calls += calls
+            count.num_bytes += num_bytes
+
+    @contextmanager
+    def aside(self) -> Iterator[Counts]:
+        """Count what happens meanwhile for itself, in what is yielded and filled at the end."""
+        totals, self.by_kind = self.by_kind, {}
+        num_calls = self.num_calls
+        found: Counts = {}
+        try:
+            yield found
+        finally:
+            found.update(self.snapshot())
+            self.by_kind, self.num_calls = totals, num_calls
+
+    def snapshot(self) -> Counts:
         """(calls, bytes) of every kind so far."""
         # NOTE: copied in one step, for a reader on another thread.
         return {kind: (c.calls, c.num_bytes) for kind, c in list(self.by_kind.items())}
 
 
-def since(
-    now: dict[str, tuple[int, int]], before: dict[str, tuple[int, int]]
-) -> dict[str, tuple[int, int]]:
+def since(now: Counts, before: Counts) -> Counts:
     """What was counted between two snapshots; kinds without a call are left out."""
     difference = {}
     for kind, (calls, num_bytes) in now.items():
@@ -57,6 +83,40 @@ def since(
         if calls != old_calls:
             difference[kind] = (calls - old_calls, num_bytes - old_bytes)
     return difference
+
+
+Run = Callable[[Tensor, Tensor], object]
+"""run(out, x): fills out, which may be x."""
+
+
+class Recorder(Protocol):
+    """A capture of what the host's kernels compute, which collectives are no part of."""
+
+    def empty(self, sizes: Sequence[int], like: Tensor) -> Tensor:
+        """Memory of the graph, in the dtype of `like`."""
+        ...
+
+    def call(self, run: Run, out: Tensor, x: Tensor) -> None:
+        """Run this at this place of every replay, and not now."""
+        ...
+
+
+@dataclass(slots=True)
+class Tape:
+    """Where what is done between a graph's kernels goes while one is captured; of a process."""
+
+    recorder: Recorder | None = None
+    """None: nothing is captured, or by somebody who sees collectives himself."""
+
+    def between(
+        self, run: Callable[[Tensor], Tensor], x: Tensor, sizes: Sequence[int], like: Tensor
+    ) -> Tensor:
+        """run(x), which is of these sizes and of the dtype of `like`, and no kernel of a graph."""
+        if self.recorder is None:
+            return run(x)
+        out = self.recorder.empty(sizes, like)
+        self.recorder.call(lambda out, x: out.copy_(run(x)), out, x)
+        return out
 
 
 class Group(Protocol):
@@ -126,14 +186,18 @@ class ProcessGroup:
         group: dist.ProcessGroup,
         counters: CollectiveCounters,
         turns: Turns | None = None,
+        tape: Tape | None = None,
     ) -> None:
-        """turns: while two computations share them, one goes on when the other waits here."""
+        """turns: while two computations share them, one goes on when the other waits here.
+        tape: on which it is written down what is to be done while a graph is captured.
+        """
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self._name = name
         self._group = group
         self._counters = counters
         self._turns = turns
+        self._tape = tape or Tape()
 
     @property
     def communicator(self) -> str:
@@ -149,26 +213,35 @@ class ProcessGroup:
     def all_reduce(self, x: Tensor) -> Tensor:
         """See Group; overwrites x if it is contiguous."""
         x = x.contiguous()
-        self._count("all_reduce", 2 * _size(x) * (self.size - 1) // self.size)
-        self._finish(dist.all_reduce(x, group=self._group, async_op=self._goes_on))
-        return x
+
+        def run(out: Tensor, _: Tensor) -> None:
+            self._count("all_reduce", 2 * _size(out) * (self.size - 1) // self.size)
+            self._finish(dist.all_reduce(out, group=self._group, async_op=self._goes_on))
+
+        return self._do(run, x, x)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """See Group."""
-        x, out = x.contiguous(), x.new_empty(self.size * x.shape[0], *x.shape[1:])
-        self._count("all_gather", _size(x) * (self.size - 1))
-        self._finish(dist.all_gather_single(out, x, group=self._group, async_op=self._goes_on))
-        return out
+
+        def run(out: Tensor, x: Tensor) -> None:
+            self._count("all_gather", _size(x) * (self.size - 1))
+            self._finish(dist.all_gather_single(out, x, group=self._group, async_op=self._goes_on))
+
+        return self._do(run, self._empty(self.size * x.shape[0], x), x.contiguous())
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """See Group."""
-        x, out = x.contiguous(), x.new_empty(x.shape[0] // self.size, *x.shape[1:])
-        self._count("reduce_scatter", _size(out) * (self.size - 1))
-        self._finish(dist.reduce_scatter_single(out, x, group=self._group, async_op=self._goes_on))
-        return out
+
+        def run(out: Tensor, x: Tensor) -> None:
+            self._count("reduce_scatter", _size(out) * (self.size - 1))
+            work = dist.reduce_scatter_single(out, x, group=self._group, async_op=self._goes_on)
+            self._finish(work)
+
+        return self._do(run, self._empty(x.shape[0] // self.size, x), x.contiguous())
 
     def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """See Group."""
+        self._refuse_capture("all_to_all")
         x, out = x.contiguous(), x.new_empty(sum(received), *x.shape[1:])
         row_bytes = x[:1].numel() * x.element_size() if len(x) else 0
         self._count("all_to_all", (len(x) - sent[self.rank]) * row_bytes)
@@ -180,12 +253,14 @@ class ProcessGroup:
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """See Group; x is contiguous."""
+        self._refuse_capture("broadcast")
         self._count("broadcast", _size(x) if source == self.rank else 0)
         self._finish(dist.broadcast(x, group=self._group, group_src=source, async_op=self._goes_on))
         return x
 
     def start_broadcast(self, x: Tensor, source: int) -> Pending:
         """As `broadcast`; x must stay as it is until the end is waited for."""
+        self._refuse_capture("broadcast")
         self._count("broadcast", _size(x) if source == self.rank else 0)
         work: Pending | None = dist.broadcast(x, group=self._group, group_src=source, async_op=True)
         assert work is not None, "this rank is in the group"
@@ -195,6 +270,7 @@ class ProcessGroup:
         """Send x, which is contiguous, to rank `target` of the group; it must stay as it is until
         the end is waited for.
         """
+        self._refuse_capture("send")
         self._count("send", _size(x))
         work: Pending | None = dist.isend(x, group=self._group, group_dst=target)
         assert work is not None, "this rank is in the group"
@@ -207,6 +283,22 @@ class ProcessGroup:
         assert work is not None, "this rank is in the group"
         return work
 
+    def _do(self, run: Run, out: Tensor, x: Tensor) -> Tensor:
+        if (recorder := self._tape.recorder) is None:
+            run(out, x)
+        else:
+            recorder.call(run, out, x)
+        return out
+
+    def _empty(self, num_rows: int, like: Tensor) -> Tensor:
+        if (recorder := self._tape.recorder) is None:
+            return like.new_empty(num_rows, *like.shape[1:])
+        return recorder.empty((num_rows, *like.shape[1:]), like)
+
+    def _refuse_capture(self, kind: str) -> None:
+        if self._tape.recorder is not None:
+            raise CaptureError(f"{self._name}.{kind} cannot be done between a graph's kernels")
+
     @property
     def _goes_on(self) -> bool:
         return self._turns is not None and self._turns.are_shared
@@ -218,7 +310,9 @@ class ProcessGroup:
             self._turns.wait(work)
 
     def _count(self, kind: str, num_bytes: int) -> None:
-        self._counters.add(f"{self._name}.{kind}", num_bytes)
+        # NOTE: what is traced is not run; whoever runs the graph counts it.
+        if not torch.compiler.is_compiling():
+            self._counters.add(f"{self._name}.{kind}", num_bytes)
 
 
 def _size(x: Tensor) -> int:
@@ -226,8 +320,26 @@ def _size(x: Tensor) -> int:
 
 
 def max_over(group: Group, values: Sequence[int]) -> list[int]:
-    """The largest of each number over the ranks of a group."""
+    """The largest of each number over the ranks of a group, which meet on the host for it."""
     if group.size == 1:
         return list(values)
     gathered = group.all_gather(torch.tensor([list(values)], dtype=torch.int64))
     return [int(v) for v in gathered.max(dim=0).values]
+
+
+def first_problem(group: Group, problem: str) -> str:
+    """What the first rank of the group with a problem has, and which; empty: none has one.
+
+    Every rank calls it, with its own problem or an empty text.
+    """
+    if group.size == 1:
+        return problem
+    text = problem.encode()[:_MAX_PROBLEM_BYTES]
+    (longest,) = max_over(group, [len(text)])
+    if not longest:
+        return ""
+    padded = torch.zeros(1, longest, dtype=torch.uint8)
+    padded[0, : len(text)] = torch.frombuffer(bytearray(text + b" "), dtype=torch.uint8)[:-1]
+    texts = [bytes(row.tolist()).rstrip(b"\0") for row in group.all_gather(padded)]
+    rank = next(rank for rank, found in enumerate(texts) if found)
+    return f"rank {rank}: {texts[rank].decode(errors='replace')}"

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from engine.collectives import CollectiveCounters, Group, ProcessGroup, SingleGroup
+from engine.collectives import CollectiveCounters, Group, ProcessGroup, SingleGroup, Tape
 from engine.parallel_config import ParallelConfig
 from engine.side_thread import SideThread
 from engine.stage_link import StageLink
@@ -57,6 +57,13 @@ class Parallel:
     """For the two halves of a step; None: all steps are computed as one."""
     step: StepPlan = field(default_factory=StepPlan)
     """Of the forward pass under way."""
+    start: Group = field(default_factory=SingleGroup)
+    """As world, on the host, for ranks that wait for each other for as long as graphs compile."""
+    tape: Tape = field(default_factory=Tape)
+    """What the groups' operations are written down on while a graph is captured."""
+
+
+_START_TIMEOUT = timedelta(hours=4)
 
 
 def join(
@@ -73,7 +80,7 @@ def join(
     dist.init_process_group(
         backend, store=store, rank=config.rank, world_size=config.world_size, timeout=timeout
     )
-    counters = CollectiveCounters()
+    counters, tape = CollectiveCounters(), Tape()
 
     turns = Turns() if config.dual_batch_overlap else None
 
@@ -87,7 +94,7 @@ def join(
                 continue
             made = dist.new_group(list(ranks), timeout=timeout, backend=backend)
             if config.rank in ranks:
-                mine = ProcessGroup(name, made, counters, turns)
+                mine = ProcessGroup(name, made, counters, turns, tape)
         return mine
 
     has_device = "hccl" in backend
@@ -107,6 +114,7 @@ def join(
         assert forward is not None, "this rank is in a stage"
         assert back is not None, "this rank is in a stage"
         link = StageLink(forward, back, config.max_steps_under_way)
+    start = dist.new_group(list(world), timeout=_START_TIMEOUT, backend="gloo")
     return Parallel(
         config=config,
         tp=sharing_layers or SingleGroup(),
@@ -122,6 +130,9 @@ def join(
         # HCCL connects a group when it is first used: where nobody uses it, it costs nothing.
         exchange=group("exchange", sharing_experts) if has_device else None,
         counters=counters,
+        # Its calls are no part of a step, and not counted with those.
+        start=ProcessGroup("start", start, CollectiveCounters()),
+        tape=tape,
         side=SideThread(torch.get_num_threads()) if config.shared_experts_beside else None,
         turns=turns,
     )

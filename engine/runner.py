@@ -15,6 +15,7 @@ from engine.device_draw import can_draw
 from engine.layers.attention import OnLayer
 from engine.logprobs import TokenLogprobs, top_logprobs
 from engine.models import CausalLM
+from engine.parallel import Parallel
 from engine.request import Request
 from engine.scheduler import ScheduledRequest
 from kernels.device_queue import DeviceQueue
@@ -60,6 +61,8 @@ class ForwardMemory:
     """Sequences of a batch."""
     max_blocks: int
     """Blocks of a sequence."""
+    parallel: Parallel = field(default_factory=Parallel)
+    """The ranks that compute a pass together, and which of them this is."""
 
 
 @dataclass(slots=True)
@@ -87,7 +90,19 @@ class Forward(Protocol):
         ...
 
 
-MakeForward = Callable[[CausalLM, Ops, ForwardMemory], Forward]
+class GraphForward(Forward, Protocol):
+    """Runs this rank's part of the model, by a graph where whoever calls it says so."""
+
+    def graph_size(self, batches: Sequence[Batch], on_layer: OnLayer | None = None) -> int:
+        """Size of the smallest graph that suits all of these; 0: none does, counted by reason."""
+        ...
+
+    def replay(self, batch: Batch, size: int) -> Tensor:
+        """-> hidden [T, hidden_size], valid until the next call, by the graph of this size."""
+        ...
+
+
+MakeForward = Callable[[CausalLM, Ops, ForwardMemory], GraphForward]
 """Makes what runs the model; called once it is loaded."""
 
 
@@ -98,9 +113,18 @@ class EagerForward:
         self._model = model
         self.stats = ForwardStats()
 
+    def graph_size(self, batches: Sequence[Batch], on_layer: OnLayer | None = None) -> int:
+        """0."""
+        self.stats.eager["graphs are for decoders"] += 1
+        return 0
+
+    def replay(self, batch: Batch, size: int) -> Tensor:
+        """See `Forward`; never called."""
+        raise AssertionError(f"there is no graph of {size}")
+
     def __call__(self, batch: Batch, on_layer: OnLayer | None = None) -> Tensor:
         """See `Forward`."""
-        self.stats.eager["graphs are for decoders"] += 1
+        self.graph_size([batch], on_layer)
         return self._model(batch.input_ids, batch.positions, batch.kv, on_layer)
 
 

@@ -39,6 +39,13 @@ class StepPlan:
     """Rows of this rank's first half, see engine.dual_batch; 0: the step is computed as one. All
     ranks divide a step, or none. The bucket is then that of a half.
     """
+    is_even: bool = False
+    """Whether all data-parallel ranks have equally many rows, padding included."""
+
+    def become(self, other: "StepPlan") -> None:
+        """Plan as the other does; wanted_rows stay."""
+        self.bucket, self.gathers = other.bucket, other.gathers
+        self.cut, self.is_even = other.cut, other.is_even
 
     def own_bucket(self, tp_size: int) -> int:
         """Most rows of a rank where each has its share of the rows; 0: unknown."""
@@ -58,7 +65,7 @@ def plan_step(
     has_operators: the device has operators of its own in the place of all-to-all.
     """
     bucket = max(num_rows)
-    plan = StepPlan(bucket)
+    plan = StepPlan(bucket, is_even=min(num_rows) == bucket)
     if config.ep_size == 1 or not num_experts_per_tok:
         return plan
     if config.moe_exchange != "auto":

@@ -91,10 +91,13 @@ class ExpertDispatch(Protocol):
         expert_ids: Tensor,
         experts: GatedExperts,
         shared: SharedExpert | None,
+        active: Tensor | None = None,
     ) -> Tensor:
         """The weighted sum of each row's experts, and of the shared one: [T, H].
 
         x: [T, H]; topk_weights: [T, k] float32; expert_ids: [T, k], different ones in each row;
         experts: this rank's own. Every rank of the group calls it, with at least one row.
+        active: [T] bool, the first rows, or none; others do not travel, and what is returned in
+        their places is undefined. Given on all ranks or on none, which then have as many rows.
         """
         ...

@@ -95,17 +95,18 @@ class WorkerActor:
 class RankActor:
     """Another rank of a worker, in a process of its own; made by the worker, and gone with it."""
 
-    def run(self, rank: int, address: str, token: str, worker: dict[str, Any]) -> None:
+    def run(
+        self, rank: int, address: str, token: str, follower: str, worker: dict[str, Any]
+    ) -> None:
         """Be that rank until its leader at `address` is done; the process ends then.
 
-        worker: the leader's WorkerConfig, as plain values.
+        follower: the module to run; worker: the leader's WorkerConfig, as plain values.
         """
         is_local = address.startswith("127.")
         host: str = "127.0.0.1" if is_local else get_node_ip_address()  # type: ignore[no-untyped-call]
         os.environ.update(worker_variables(worker, host, os.environ))
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        follower = importlib.import_module("engine.worker.follower")
-        follower.be_follower(rank, address, token, host)
+        importlib.import_module(follower).be_follower(rank, address, token, host)
 
 
 class RayLauncher:
@@ -119,7 +120,7 @@ class RayLauncher:
         self._worker = {name: worker[name] for name in ("ops_backend", "hccl")}
         self._actors: list[ActorHandle[RankActor]] = []
 
-    def launch(self, rank: int, address: str, token: str) -> None:
+    def launch(self, rank: int, address: str, token: str, follower: str) -> None:
         """Start the rank; Ray waits for its place if the one before has not left it yet."""
         bundle = self._group.bundle_specs[rank]
         options: dict[str, Any] = {
@@ -130,7 +131,7 @@ class RayLauncher:
         if "NPU" in bundle:
             options["resources"] = {"NPU": bundle["NPU"]}
         actor: Any = ray.remote(RankActor).options(**options).remote()
-        actor.run.remote(rank, address, token, self._worker)
+        actor.run.remote(rank, address, token, follower, self._worker)
         self._actors.append(actor)
 
     def close(self) -> None:

@@ -106,6 +106,8 @@ class Forward(_message.Message):
     DRAFT_DEPTH_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     CUT_FIELD_NUMBER: _builtins.int
+    GRAPH_SIZE_FIELD_NUMBER: _builtins.int
+    EVEN_ROWS_FIELD_NUMBER: _builtins.int
     input_ids: _builtins.bytes
     positions: _builtins.bytes
     slot_mapping: _builtins.bytes
@@ -128,6 +130,10 @@ class Forward(_message.Message):
     """0: the model; else MTP layer draft_depth - 1, on states that the leader broadcasts"""
     cut: _builtins.int
     """rows of the first half, see engine.dual_batch; 0: not divided"""
+    graph_size: _builtins.int
+    """of the graph to replay; 0: the model's own code"""
+    even_rows: _builtins.bool
+    """see engine.step_plan"""
     @_builtins.property
     def pushes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Push]:
         """of every layer, once it is computed"""
@@ -156,10 +162,12 @@ class Forward(_message.Message):
         draft_depth: _builtins.int = ...,
         adapters: _abc.Iterable[Global___AdapterRows] | None = ...,
         cut: _builtins.int = ...,
+        graph_size: _builtins.int = ...,
+        even_rows: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "block_table", b"block_table", "block_table_width", b"block_table_width", "bucket", b"bucket", "context_lens", b"context_lens", "cu_seqlens_q", b"cu_seqlens_q", "cut", b"cut", "draft_depth", b"draft_depth", "gathers", b"gathers", "gathers_experts", b"gathers_experts", "input_ids", b"input_ids", "max_seqlen_q", b"max_seqlen_q", "num_decode_seqs", b"num_decode_seqs", "num_decode_tokens", b"num_decode_tokens", "positions", b"positions", "pushes", b"pushes", "slot_mapping", b"slot_mapping", "step", b"step", "wanted_rows", b"wanted_rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "block_table", b"block_table", "block_table_width", b"block_table_width", "bucket", b"bucket", "context_lens", b"context_lens", "cu_seqlens_q", b"cu_seqlens_q", "cut", b"cut", "draft_depth", b"draft_depth", "even_rows", b"even_rows", "gathers", b"gathers", "gathers_experts", b"gathers_experts", "graph_size", b"graph_size", "input_ids", b"input_ids", "max_seqlen_q", b"max_seqlen_q", "num_decode_seqs", b"num_decode_seqs", "num_decode_tokens", b"num_decode_tokens", "positions", b"positions", "pushes", b"pushes", "slot_mapping", b"slot_mapping", "step", b"step", "wanted_rows", b"wanted_rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

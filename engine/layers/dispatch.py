@@ -32,9 +32,12 @@ class Dispatch(Protocol):
         slots: Tensor,
         experts: GatedExperts,
         shared: SharedExpert | None,
+        active: Tensor | None = None,
     ) -> Tensor:
         """x: [T, H]; topk_weights, slots: [T, k] -> [T, H]: the weighted sum of the experts, and
         the shared one. Every rank of the group calls it.
+
+        active: see engine.layers.moe.active_rows; what is not active may be left out.
         """
         ...
 
@@ -58,6 +61,7 @@ class AllToAllDispatch:
         slots: Tensor,
         experts: GatedExperts,
         shared: SharedExpert | None,
+        active: Tensor | None = None,
     ) -> Tensor:
         """See `Dispatch`."""
         size, per_rank = self._group.size, self._slots_per_rank
@@ -103,11 +107,12 @@ class ExchangeDispatch:
         slots: Tensor,
         experts: GatedExperts,
         shared: SharedExpert | None,
+        active: Tensor | None = None,
     ) -> Tensor:
         """See `Dispatch`."""
         few = x.shape[0] <= self._exchange.max_tokens and not self._step.cut
         dispatch = self._exchange if few else self._otherwise
-        return dispatch(x, topk_weights, slots, experts, shared)
+        return dispatch(x, topk_weights, slots, experts, shared, active)
 
 
 def select_dispatch(

@@ -6,6 +6,7 @@ past its end are zeros.
 
 from collections.abc import Collection, Iterator, Mapping
 
+import torch
 from torch import Tensor
 
 from engine.config import Quantization
@@ -16,6 +17,9 @@ from engine.layers.rows import rows_of
 from engine.parallel import Parallel, Span
 from kernels.ops import Linear, Ops
 from kernels.quantized import PaddedRows, QuantizedRows
+
+_FLOATS = torch.empty(0)
+"""Rows of a packed table are in float32."""
 
 
 class Embedding(WeightedLayer):
@@ -28,6 +32,8 @@ class Embedding(WeightedLayer):
         self._ops = ops
         self._name = name
         self._rows = rows_of(parallel)
+        self._tape = parallel.tape
+        self._hidden_size = hidden_size
         self._span, self._weight = _empty_vocabulary(vocab_size, hidden_size, parallel)
         self._shared: Linear | None = None
 
@@ -74,10 +80,16 @@ class Embedding(WeightedLayer):
         """Look the rows up."""
         if len(self._span) == self._span.total:
             return self._rows.reduce(self._look_up(token_ids))
+        sizes = (len(token_ids), self._hidden_size)
+        like = _FLOATS if self._weight is None else self._weight
+        return self._rows.reduce(self._tape.between(self._own_rows, token_ids, sizes, like))
+
+    def _own_rows(self, token_ids: Tensor) -> Tensor:
+        """Rows of the table's part, zeros where it has none."""
         local_ids = token_ids - self._span.start
         is_elsewhere = (local_ids < 0) | (local_ids >= len(self._span))
         rows = self._look_up(local_ids.masked_fill(is_elsewhere, 0))
-        return self._rows.reduce(rows.masked_fill(is_elsewhere[:, None], 0))
+        return rows.masked_fill(is_elsewhere[:, None], 0)
 
     def _look_up(self, row_ids: Tensor) -> Tensor:
         if self._shared is not None:

@@ -65,6 +65,23 @@ def _first_placement(config: MoEConfig, parallel: Parallel) -> ExpertPlacement:
     return plan(even, num_redundant=num_redundant, num_ranks=parallel.ep.size)
 
 
+def active_rows(slot_mapping: Tensor, parallel: Parallel) -> Tensor | None:
+    """Which of the rows that this rank dispatches to experts are tokens: [T / tp] bool.
+
+    None: all are sent, as no operator takes it, or not on all ranks: those with other numbers of
+    rows than the rest have to send them all. slot_mapping: [T], negative for padding, at the tail.
+    """
+    config = parallel.config
+    if parallel.exchange is None or not parallel.exchange_rows:
+        return None
+    if config.cp_size > 1 or not (config.has_even_rows or parallel.step.is_even):
+        return None
+    count = -(-len(slot_mapping) // config.tp_size)
+    first = config.tp_rank * count
+    rows = torch.arange(first, first + count, dtype=torch.int32, device=slot_mapping.device)
+    return rows < (slot_mapping >= 0).sum(dtype=torch.int32)
+
+
 class MoE(nn.Module):
     """A router and its experts, in the place of an MLP.
 
@@ -159,28 +176,32 @@ class MoE(nn.Module):
             ),
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [T, hidden_size] -> the same; rows as they are between blocks."""
+    def forward(self, x: Tensor, active: Tensor | None = None) -> Tensor:
+        """x: [T, hidden_size] -> the same; rows as they are between blocks.
+
+        active: see `active_rows`; other rows may come back undefined.
+        """
         config = self._parallel.config
         if config.ep_size == 1:
             x = self._rows.gather(x)
             return self._rows.reduce(self._with_shared(x, self.experts(x, *self._route(x))))
         if self._sums_shared and self.shared_experts is not None:
-            out: Tensor = self._routed(x) + self.shared_experts(x)
+            out: Tensor = self._routed(x, active) + self.shared_experts(x)
             return out
-        return self._routed(x)
+        return self._routed(x, active)
 
-    def _routed(self, x: Tensor) -> Tensor:
+    def _routed(self, x: Tensor, active: Tensor | None) -> Tensor:
         """With experts over ranks: as `forward`, without shared experts that need collectives."""
         config = self._parallel.config
         if self._rows.is_scattered or (config.tp_size == 1 and config.moe_comm != "allgather"):
-            return self._dispatched(x)
+            return self._dispatched(x, active)
         if config.moe_comm == "allgather":
             is_within = config.tp_size % config.ep_size == 0
             return self._own_experts(x) if is_within else self._gathered(x)
-        return self._parallel.tp.all_gather(self._dispatched(self._own_rows(x)))[: len(x)]
+        own = self._dispatched(self._own_rows(x), active)
+        return self._parallel.tp.all_gather(own)[: len(x)]
 
-    def _dispatched(self, x: Tensor) -> Tensor:
+    def _dispatched(self, x: Tensor, active: Tensor | None) -> Tensor:
         """Rows that no other rank of the group has -> the same rows."""
         if self._parallel.step.gathers:
             return self._with_shared(x, self._gather_scatter(x))
@@ -189,7 +210,7 @@ class MoE(nn.Module):
         slots = self._slots(topk_ids, self._parallel.ep.rank)
         mlp = None if self._sums_shared else self.shared_experts
         shared = None if mlp is None else SharedExpert(mlp.up, mlp.down)
-        return self._dispatch(x, topk_weights, slots, self.experts.gated, shared)
+        return self._dispatch(x, topk_weights, slots, self.experts.gated, shared, active)
 
     def _own_experts(self, x: Tensor) -> Tensor:
         """Rows that every rank of the group has -> the same."""

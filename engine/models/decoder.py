@@ -17,7 +17,7 @@ from engine.expert_balancer import BalanceStats, ExpertBalancer
 from engine.layer_sharding import ShardedBytes, shard_layers
 from engine.layers.attention import OnLayer
 from engine.layers.embedding import Embedding, LMHead
-from engine.layers.moe import MoE
+from engine.layers.moe import MoE, active_rows
 from engine.layers.norm import RMSNorm
 from engine.layers.rotary import RotaryEmbedding
 from engine.layers.rows import rows_of
@@ -37,6 +37,7 @@ class Decoder(nn.Module):
         super().__init__()
         size = config.hidden_size
         self._ops = ops
+        self._parallel = parallel
         self._rows = rows_of(parallel)
         self._turns, self._step = parallel.turns, parallel.step
         self._shards_layers = bool(parallel.config.layer_sharding)
@@ -85,7 +86,7 @@ class Decoder(nn.Module):
         input_ids, positions, kv = batch
         rotary = self.rotary_emb(positions)
         slots = self._ops.slot_index(kv.slot_mapping, kv.k_caches[0], kv.v_caches[0])
-        kv = replace(kv, slot_mapping=slots)
+        kv = replace(kv, slot_mapping=slots, active=active_rows(kv.slot_mapping, self._parallel))
         x = self._first_rows(input_ids)
         residual: Tensor | None = None
         for layer in self._main_layers:

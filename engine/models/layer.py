@@ -32,6 +32,7 @@ class DecoderLayer(nn.Module):
         self.self_attn = self_attn
         self.post_attention_layernorm = RMSNorm(size, eps, name="post_attention_layernorm", ops=ops)
         self.mlp = mlp
+        self._is_sparse = isinstance(mlp, MoE)
 
     def forward(
         self,
@@ -51,7 +52,8 @@ class DecoderLayer(nn.Module):
             x, residual = self.input_layernorm.add(x, residual)
         x = self.self_attn(x, rotary, kv, on_layer)
         x, residual = self.post_attention_layernorm.add(x, residual)
-        return self.mlp(x), residual
+        x = self.mlp(x, kv.active) if self._is_sparse else self.mlp(x)
+        return x, residual
 
 
 BuildLayer = Callable[[ModelConfig, int, Ops, Parallel], DecoderLayer]

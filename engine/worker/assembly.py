@@ -12,11 +12,10 @@ from engine.block_manager import BlockManager
 from engine.device_draw import device_draw_of
 from engine.grammar import Grammars
 from engine.kv_events import KVEventLog
-from engine.models import CausalLM
 from engine.mtp import DraftingModel, MTPDrafter
 from engine.ngram import NgramDrafter
 from engine.prefix_tiers import PrefixTiers
-from engine.runner import Forward, ForwardMemory, MakeForward, Runner
+from engine.runner import EagerForward, Forward, GraphForward, MakeForward, Runner
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.speculation import Drafter, Verifier
 from engine.tier_worker import TierJobs
@@ -26,11 +25,12 @@ from engine.worker.context_forward import ContextForward
 from engine.worker.convert import layout_to_proto
 from engine.worker.cores import CoreShares
 from engine.worker.counters import LoopCounters
-from engine.worker.leading_model import followers_of
+from engine.worker.leading_model import LeadingForward, followers_of
 from engine.worker.lockstep import Lockstep, SingleStep, StepCounts, StepModel
 from engine.worker.pipeline import PipelinedModel, PipelinedSteps
 from engine.worker.process import Start
 from engine.worker.rank_part import Leading, RankPart, build_parts
+from engine.worker.ranks import FOLLOWER
 from engine.worker.step import RankSampler, StepRunner
 from engine.worker.tier_ranks import TierRanks, tier_worker
 from kernels.ops import Ops
@@ -88,22 +88,21 @@ def build_engine(
     role: worker_pb2.Role.ValueType,
     transport: str,
     make_forward: MakeForward | None = None,
+    follower: str = FOLLOWER,
 ) -> Engine:
     """Load the model and allocate the cache, reporting progress; `make_forward` None: eager.
+
+    follower: the module that other ranks run, which makes the same of its part of the model.
 
     Raises: ValueError: the model or a limit does not fit; says which. OSError: unreadable files.
     """
     config = start.config
     _check_ranks(config, role)
-    part, leading = build_parts(start, role)
+    part, leading = build_parts(start, role, follower)
     model_config, memory, num_blocks = part.model_config, part.memory, part.num_blocks
     own_tiers = tier_worker(config, memory, role)
     kv_events = KVEventLog()
-    max_model_len = min(
-        config.max_model_len or model_config.max_position_embeddings,
-        model_config.max_position_embeddings,
-        num_blocks * config.block_size,
-    )
+    max_model_len = part.max_model_len(config)
     eos_token_ids = model_config.eos_token_ids
     scheduler_config = SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
@@ -132,7 +131,7 @@ def build_engine(
     step_model: StepModel | None = None
     pipelined = _pipelined(config, part, leading)
     if pipelined is None:
-        step_model = _step_model(config, part, leading, max_model_len, make_forward, adapters)
+        step_model = _step_model(config, part, leading, make_forward, adapters)
     counted = pipelined or step_model
     assert counted is not None, "one of them computes"
     sharded = part.model.sharded_bytes()
@@ -195,24 +194,21 @@ def _step_model(
     config: WorkerConfig,
     part: RankPart,
     leading: Leading | None,
-    max_model_len: int,
     make_forward: MakeForward | None,
     adapters: Adapters | None,
 ) -> StepModel:
-    memory, block_size = part.memory, config.block_size
-    caches = memory.paged
-    if leading is not None and config.parallel.dp_size > 1:
-        return Lockstep(leading.model, *caches, part.ops, block_size)
-    forward: Forward | None = None
-    if leading is not None and config.parallel.cp_size > 1:
+    caches, block_size = part.memory.paged, config.block_size
+    own: GraphForward = EagerForward(part.model)
+    if make_forward is not None:
+        own = make_forward(part.model, part.ops, part.forward_memory(config))
+    if leading is None:
+        return SingleStep(Runner(part.model, *caches, part.ops, block_size, own, adapters))
+    if config.parallel.dp_size > 1:
+        return Lockstep(leading.model, own, *caches, part.ops, block_size)
+    forward: Forward = LeadingForward(leading.model, own)
+    if config.parallel.cp_size > 1:
         forward = ContextForward(leading.model)
-    # NOTE: collectives cannot be captured and replayed on CPUs.
-    if make_forward is not None and leading is None:
-        max_blocks = -(-max_model_len // block_size)
-        room = ForwardMemory(*caches, config.max_num_seqs, max_blocks)
-        forward = make_forward(part.model, part.ops, room)
-    model: CausalLM = part.model if leading is None else leading.model
-    return SingleStep(Runner(model, *caches, part.ops, block_size, forward, adapters))
+    return SingleStep(Runner(leading.model, *caches, part.ops, block_size, forward, adapters))
 
 
 def _tier_jobs(

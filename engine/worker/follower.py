@@ -20,9 +20,12 @@ import grpc
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from engine.parallel import Parallel, join, leave
+from engine.batch import Batch
+from engine.parallel import join, leave
 from engine.request import RequestKey
+from engine.runner import EagerForward, GraphForward, MakeForward
 from engine.stages import stage_of
+from engine.step_plan import StepPlan
 from engine.tier_worker import TierWorker
 from engine.worker.config import WorkerConfig
 from engine.worker.convert import key_from_proto, key_to_proto
@@ -31,6 +34,7 @@ from engine.worker.leading_model import (
     forward_from_proto,
     ints_from_bytes,
 )
+from engine.worker.process import Report
 from engine.worker.rank_part import RankPart, build_part, open_ops
 from engine.worker.ranks import collectives_to_proto
 from engine.worker.server import ServerThread
@@ -55,10 +59,16 @@ _WELCOME_TIMEOUT_S = 120.0
 _log = logging.getLogger(__name__)
 
 
-def run_follower(rank: int, address: str, token: str, host: str) -> None:
+MakeGraphs = Callable[[WorkerConfig, Report], MakeForward]
+"""What makes the graphs of this rank; the leader has made its own alike."""
+
+
+def run_follower(
+    rank: int, address: str, token: str, host: str, graphs: MakeGraphs | None = None
+) -> None:
     """Be rank `rank` of the engine whose leader listens at `address`; returns when it says stop.
 
-    host: address to bind, on this machine.
+    host: address to bind, on this machine. graphs: None: this role has none.
     Raises: WireClosed: the leader is gone. OSError: it does not answer.
     """
     wire = Wire.connect(address, _CONNECT_TIMEOUT_S)
@@ -86,7 +96,12 @@ def run_follower(rank: int, address: str, token: str, host: str) -> None:
             raise
         ready = ranks_pb2.RankReady(link_address=transfers.link_address)
         wire.send(_event(ready=ready))
-        _Commands(wire, part, parallel, transfers, tiers).run()
+        forward: GraphForward = EagerForward(part.model)
+        if graphs is not None:
+            # Every rank captures now, the leader included; they wait for each other.
+            make = graphs(config, _report_nothing)
+            forward = make(part.model, part.ops, part.forward_memory(config))
+        _Commands(wire, part, forward, transfers, tiers).run()
 
 
 def _report_nothing(phase: str, progress: float) -> None:
@@ -166,17 +181,18 @@ class _Commands:
         self,
         wire: Wire,
         part: RankPart,
-        parallel: Parallel,
+        forward: GraphForward,
         transfers: _Transfers,
         tiers: TierWorker,
     ) -> None:
         self._wire = wire
         self._tiers = tiers
         self._part = part
-        self._parallel = parallel
+        self._replay = forward.replay
+        self._parallel = part.parallel
         self._transfers = transfers
         self._hidden = torch.empty(0)
-        self._stage = stage_of(part.model_config.num_layers, parallel.config)
+        self._stage = stage_of(part.model_config.num_layers, part.parallel.config)
         self._busy_s = 0.0
         self._collectives_before = 0
         self._queue: queue.SimpleQueue[ranks_pb2.RankCommand] = queue.SimpleQueue()
@@ -253,7 +269,9 @@ class _Commands:
         memory, parallel = self._part.memory, self._parallel
         input_ids, positions, kv = forward_from_proto(forward, *memory.paged)
         step = parallel.step
-        step.bucket, step.gathers, step.cut = forward.bucket, forward.gathers_experts, forward.cut
+        plan = StepPlan(forward.bucket, forward.gathers_experts, cut=forward.cut)
+        plan.is_even = forward.even_rows
+        step.become(plan)
         if parallel.config.cp_size > 1:
             step.wanted_rows = ints_from_bytes(forward.wanted_rows)
         on_layer = self._transfers.pusher(list(forward.pushes))
@@ -264,7 +282,10 @@ class _Commands:
             model.draft(input_ids, positions, states, kv, on_layer, forward.draft_depth - 1)
             self._end_step(forward.step)
             return
-        if forward.adapters and self._part.adapters is not None:
+        if forward.graph_size:
+            batch = Batch(input_ids, positions, kv, sample_rows=input_ids[:0])
+            hidden = self._replay(batch, forward.graph_size)
+        elif forward.adapters and self._part.adapters is not None:
             rows = {part.key: ints_from_bytes(part.rows).long() for part in forward.adapters}
             with self._part.adapters.rows.set(rows):
                 hidden = model(input_ids, positions, kv, on_layer)
@@ -390,11 +411,13 @@ def _end(status: int, reason: str) -> None:
     os._exit(status)
 
 
-def be_follower(rank: int, address: str, token: str, host: str) -> None:
+def be_follower(
+    rank: int, address: str, token: str, host: str, graphs: MakeGraphs | None = None
+) -> None:
     """`run_follower`, then end the process: at once, whatever its threads do."""
     status = 1
     try:
-        run_follower(rank, address, token, host)
+        run_follower(rank, address, token, host, graphs)
         status = 0
     except WireClosed as error:
         _log.warning("rank %d: the leader is gone (%s)", rank, error)
@@ -403,11 +426,11 @@ def be_follower(rank: int, address: str, token: str, host: str) -> None:
     _end(status, "")
 
 
-def main() -> None:
-    """Run as a process on the leader's machine."""
+def read_start() -> tuple[int, str, str, str]:
+    """What `be_follower` takes, in a process that a Launcher starts on the leader's machine."""
     rank, address, token = json.loads(sys.stdin.read())
-    be_follower(rank, address, token, address.rpartition(":")[0])
+    return rank, address, token, address.rpartition(":")[0]
 
 
 if __name__ == "__main__":
-    main()
+    be_follower(*read_start())

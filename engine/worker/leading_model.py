@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from engine.batch import KVBatch
+from engine.batch import Batch, KVBatch
 from engine.config import ModelConfig
 from engine.context_parallel import rows_by_rank
 from engine.dual_batch import largest_half, plan_halves
@@ -14,6 +14,7 @@ from engine.models.decoder import DecoderForCausalLM
 from engine.parallel import Parallel
 from engine.parallel_config import ParallelConfig
 from engine.rank_adapters import AdapterWeights, LowRank, RankAdapters
+from engine.runner import ForwardStats, GraphForward
 from engine.step_plan import plan_step
 from engine.worker.ranks import Ranks
 from kernels.kv_cache import KVCache
@@ -53,9 +54,10 @@ class LeadingModel:
         """
         self._pushes[dp_rank] = pushes
 
-    def start(self, forwards: Sequence[ranks_pb2.Forward]) -> int:
-        """Let the followers begin a forward pass, those of data-parallel rank i with forwards[i];
-        the leader has to join in with its own part. -> number of the step.
+    def start(self, forwards: Sequence[ranks_pb2.Forward], graph_sizes: Sequence[int] = ()) -> int:
+        """Let the followers begin a forward pass, those of data-parallel rank i with forwards[i],
+        by the graph of graph_sizes[i] if there are sizes; the leader has to join in with its own
+        part. -> number of the step.
         """
         config, model_config, step = self.parallel.config, self.config, self.parallel.step
         num_rows = [len(forward.input_ids) // 4 for forward in forwards]
@@ -66,13 +68,18 @@ class LeadingModel:
         has_operators = self.parallel.exchange is not None
         plan = plan_step(num_rows, config, top_k, has_operators=has_operators)
         cuts: Sequence[int] = [0] * len(forwards)
-        if not forwards[0].draft_depth:
+        if not (forwards[0].draft_depth or graph_sizes):
             by_rank = [ints_from_bytes(forward.cu_seqlens_q) for forward in forwards]
             cuts = plan_halves(by_rank, config)
-        bucket = largest_half(num_rows, cuts) if any(cuts) else plan.bucket
-        step.bucket, step.gathers, step.cut = bucket, plan.gathers, cuts[0]
+        if any(cuts):
+            plan.bucket, plan.is_even = largest_half(num_rows, cuts), False
+        plan.cut = cuts[0]
+        step.become(plan)
+        for forward, size in zip(forwards, graph_sizes, strict=False):
+            forward.graph_size = size
         for forward, cut in zip(forwards, cuts, strict=True):
-            forward.bucket, forward.gathers_experts, forward.cut = bucket, plan.gathers, cut
+            forward.bucket, forward.gathers_experts, forward.cut = plan.bucket, plan.gathers, cut
+            forward.even_rows = plan.is_even
         if not forwards[0].draft_depth:
             self._last_pushes = self._pushes.get(0, ())
         for dp_rank, pushes in self._pushes.items():
@@ -139,6 +146,39 @@ class LeadingModel:
         helpers = range(1, self.parallel.config.tp_size)
         self._ranks.send_steps([(helpers, ranks_pb2.RankCommand(logits=logits))])
         return self.own.logits(self.parallel.tp.broadcast(hidden, 0))
+
+
+class LeadingForward:
+    """Implements `engine.runner.Forward`: every rank replays the same graph, or none does.
+
+    For an engine with one data-parallel rank; see lockstep for several.
+    """
+
+    def __init__(self, model: LeadingModel, own: GraphForward) -> None:
+        """own: of the leader's part of the model; all ranks have graphs of its sizes."""
+        self._model = model
+        self._own = own
+
+    @property
+    def stats(self) -> ForwardStats:
+        """See `Forward`."""
+        return self._own.stats
+
+    def graph_size(self, batches: Sequence[Batch], on_layer: OnLayer | None = None) -> int:
+        """See `Forward`."""
+        return self._own.graph_size(batches, on_layer)
+
+    def replay(self, batch: Batch, size: int) -> Tensor:
+        """See `Forward`."""
+        forward = forward_to_proto(batch.input_ids, batch.positions, batch.kv)
+        self._model.start([forward], [size])
+        return self._own.replay(batch, size)
+
+    def __call__(self, batch: Batch, on_layer: OnLayer | None = None) -> Tensor:
+        """See `Forward`."""
+        if size := self.graph_size([batch], on_layer):
+            return self.replay(batch, size)
+        return self._model(batch.input_ids, batch.positions, batch.kv, on_layer)
 
 
 def followers_of(config: ParallelConfig, dp_rank: int) -> range:

@@ -8,16 +8,14 @@ _STOP_TIMEOUT_S = 5.0
 
 
 class LocalLauncher:
-    """Starts `python -m engine.worker.follower`; each ends with its connection to the leader."""
+    """Starts `python -m <follower>`; each ends with its connection to the leader."""
 
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def launch(self, rank: int, address: str, token: str) -> None:
+    def launch(self, rank: int, address: str, token: str, follower: str) -> None:
         """See ranks.Launcher."""
-        process = subprocess.Popen(
-            [sys.executable, "-m", "engine.worker.follower"], stdin=subprocess.PIPE
-        )
+        process = subprocess.Popen([sys.executable, "-m", follower], stdin=subprocess.PIPE)
         self._processes.append(process)
         assert process.stdin is not None
         # NOTE: not as an argument, which everybody on the machine can read.

@@ -19,7 +19,14 @@ from torch import Tensor
 
 from engine.batch import Batch, BatchBuilder
 from engine.layers.attention import OnLayer
-from engine.runner import ForwardStats, Runner, RunnerOutput, prompt_logprobs, to_sample
+from engine.runner import (
+    ForwardStats,
+    GraphForward,
+    Runner,
+    RunnerOutput,
+    prompt_logprobs,
+    to_sample,
+)
 from engine.scheduler import ScheduledRequest
 from engine.worker.leading_model import LeadingModel, forward_to_proto
 from kernels.kv_cache import KVCache
@@ -73,13 +80,17 @@ class Lockstep:
     def __init__(
         self,
         model: LeadingModel,
+        own: GraphForward,
         k_caches: Sequence[KVCache],
         v_caches: Sequence[KVCache],
         ops: Ops,
         block_size: int,
     ) -> None:
-        """k_caches, v_caches: of the leader's own rank."""
+        """own: of the leader's part of the model, all ranks having graphs of its sizes; k_caches,
+        v_caches: of the leader's own rank.
+        """
         self._model = model
+        self._own = own
         self._ops = ops
         self._group = model.parallel.dp
         # NOTE: the batches of other ranks are only sent; they have the caches.
@@ -87,7 +98,7 @@ class Lockstep:
         self._builders = [BatchBuilder(k_caches, v_caches, block_size), *others]
         self.num_steps = 0
         self.num_dummy_steps = [0] * self._group.size
-        self.forward_stats = ForwardStats()
+        self.forward_stats = own.stats
 
     @torch.inference_mode()
     def run(
@@ -96,7 +107,6 @@ class Lockstep:
         """See StepModel."""
         assert any(scheduled), "nothing is scheduled"
         self.num_steps += 1
-        self.forward_stats.eager["several data-parallel ranks"] += 1
         batches = []
         for dp_rank, (entries, builder) in enumerate(zip(scheduled, self._builders, strict=True)):
             self.num_dummy_steps[dp_rank] += not entries
@@ -129,9 +139,12 @@ class Lockstep:
             forward_to_proto(b.input_ids, b.positions, b.kv, rows, gathers=any(counts))
             for b, rows in zip(batches, wanted, strict=True)
         ]
-        self._model.start(forwards)
-        own = batches[0]
-        hidden = [self._model.own(own.input_ids, own.positions, own.kv, on_layer)]
+        own, sizes = batches[0], self._graph_sizes(batches, on_layer)
+        self._model.start(forwards, sizes)
+        if sizes:
+            hidden = [self._own.replay(own, sizes[0])]
+        else:
+            hidden = [self._model.own(own.input_ids, own.positions, own.kv, on_layer)]
         received = hidden[0][:0]
         if any(counts):
             received = self._group.all_to_all(received, [0] * len(counts), counts)
@@ -142,6 +155,15 @@ class Lockstep:
             states.index_copy_(0, rows.long().to(part.device), part)
             hidden.append(states)
         return hidden
+
+    def _graph_sizes(self, batches: Sequence[Batch], on_layer: OnLayer | None) -> list[int]:
+        """By data-parallel rank; empty: the model's own code."""
+        size = self._own.graph_size(batches, on_layer)
+        if not size:
+            return []
+        if self._model.parallel.config.ep_size > 1:
+            return [size] * len(batches)  # they meet in every sparse layer
+        return [self._own.graph_size([batch]) for batch in batches]
 
 
 def _wanted_rows(batch: Batch, scheduled: Scheduled) -> Tensor:

@@ -14,6 +14,7 @@ from engine.models.decoder import DecoderForCausalLM
 from engine.parallel import Parallel
 from engine.parallel_config import ParallelConfig
 from engine.rank_adapters import RankAdapters
+from engine.runner import ForwardMemory
 from engine.stages import stage_of
 from engine.weights import load_model_config, load_weights
 from engine.worker.config import WorkerConfig
@@ -38,8 +39,19 @@ class RankPart:
     memory: KVMemory
     num_blocks: int
     """Of the pool; the memory has the backend's spare ones besides."""
+    parallel: Parallel
     adapters: RankAdapters | None
     """None: rows of this split of the model are not those of the batch."""
+
+    def max_model_len(self, config: WorkerConfig) -> int:
+        """Tokens of one request."""
+        longest = self.model_config.max_position_embeddings
+        return min(config.max_model_len or longest, longest, self.num_blocks * config.block_size)
+
+    def forward_memory(self, config: WorkerConfig) -> ForwardMemory:
+        """What passes of this rank may touch."""
+        max_blocks = -(-self.max_model_len(config) // config.block_size)
+        return ForwardMemory(*self.memory.paged, config.max_num_seqs, max_blocks, self.parallel)
 
 
 def open_ops(config: WorkerConfig, report: Report) -> Ops:
@@ -83,7 +95,7 @@ def build_part(config: WorkerConfig, ops: Ops, parallel: Parallel, report: Repor
     model = _load_model(config, model_config, ops, parallel, report)
     memory = _allocate(config, layout, num_blocks + ops.num_spare_blocks, ops)
     adapters = RankAdapters(model) if _takes_adapters(parallel.config) else None
-    return RankPart(model_config, ops, model, memory, num_blocks, adapters)
+    return RankPart(model_config, ops, model, memory, num_blocks, parallel, adapters)
 
 
 def _takes_adapters(parallel: ParallelConfig) -> bool:
@@ -115,13 +127,15 @@ class Leading:
     """Of their KVLink services, by rank; a prefiller's have none."""
 
 
-def build_parts(start: Start, role: worker_pb2.Role.ValueType) -> tuple[RankPart, Leading | None]:
-    """Load all ranks at the same time."""
+def build_parts(
+    start: Start, role: worker_pb2.Role.ValueType, follower: str
+) -> tuple[RankPart, Leading | None]:
+    """Load all ranks at the same time; follower: the module that the others run."""
     ops = open_ops(start.config, start.report)
     if start.config.parallel.world_size == 1:
         return build_part(start.config, ops, Parallel(), start.report), None
     start.report("starting ranks", 0.0)
-    ranks = Ranks(start.config, role, start.incarnation, start.launcher, start.on_lost)
+    ranks = Ranks(start.config, role, start.incarnation, start.launcher, start.on_lost, follower)
     part = None
     try:
         parallel = ranks.join(ops.collectives)

@@ -30,6 +30,9 @@ _WATCH_INTERVAL_S = 0.5
 _PONG_TIMEOUT_S = 1.0
 _STOP_TIMEOUT_S = 5.0
 
+FOLLOWER = "engine.worker.follower"
+"""A follower without graphs."""
+
 _log = logging.getLogger(__name__)
 
 OnEvent = Callable[[int, ranks_pb2.RankEvent], None]
@@ -44,8 +47,11 @@ def _ignore(rank: int, event: ranks_pb2.RankEvent | ranks_pb2.TierJobDone) -> No
 class Launcher(Protocol):
     """Starts the processes of followers."""
 
-    def launch(self, rank: int, address: str, token: str) -> None:
-        """Start rank `rank`, which joins the leader at `address`; return at once."""
+    def launch(self, rank: int, address: str, token: str, follower: str) -> None:
+        """Start rank `rank`, which joins the leader at `address`; return at once.
+
+        follower: the module whose be_follower it runs.
+        """
         ...
 
     def close(self) -> None:
@@ -81,13 +87,16 @@ class Ranks:
         incarnation: int,
         launcher: Launcher,
         on_lost: Callable[[str], None],
+        follower: str = FOLLOWER,
     ) -> None:
         """Start the followers and wait until they have joined.
 
+        follower: the module that they run.
         Raises: TimeoutError: not all did in time.
         """
         self._config = config
         self._launcher = launcher
+        self._follower = follower
         self._on_lost = on_lost
         self._followers: dict[int, _Follower] = {}
         self._step = 0
@@ -101,9 +110,9 @@ class Ranks:
         except BaseException:
             self.close()
             raise
-        for follower in self._followers.values():
+        for joined in self._followers.values():
             threading.Thread(
-                target=self._read, args=(follower,), name=f"rank-{follower.rank}", daemon=True
+                target=self._read, args=(joined,), name=f"rank-{joined.rank}", daemon=True
             ).start()
         threading.Thread(target=self._watch, name="rank-watchdog", daemon=True).start()
 
@@ -201,7 +210,7 @@ class Ranks:
         with socket.create_server((config.host, 0)) as server:
             address = f"{config.host}:{server.getsockname()[1]}"
             for rank in range(1, size):
-                self._launcher.launch(rank, address, config.cluster_token)
+                self._launcher.launch(rank, address, config.cluster_token, self._follower)
             while len(self._followers) < size - 1:
                 missing = sorted(set(range(1, size)) - self._followers.keys())
                 server.settimeout(max(deadline_s - time.monotonic(), 0.01))

@@ -36,19 +36,22 @@ class ExpertGroup:
     sizes: ExpertExchange
     is_even: bool = True
     """Whether all ranks dispatch equally many rows in a step."""
-    algorithm: str = ""
-    """comm_alg; empty leaves the choice to the product."""
 
     @property
-    def options(self) -> dict[str, object]:
-        """What dispatch and combine have to be told alike."""
-        sizes = self.sizes
+    def algorithm(self) -> str:
+        """comm_alg. On A2 a variable of HCCL's would choose, and the other one takes no mask."""
+        return "fullmesh" if self.sizes.product == "A2" else ""
+
+    def options(self, active: Tensor | None) -> dict[str, object]:
+        """What dispatch and combine have to be told alike; active: [T] bool, see `dispatch`."""
+        sizes, is_even = self.sizes, self.is_even or active is not None
         # In graphs of A2, tp has to name the same group; elsewhere it must not.
         names_tp = sizes.product == "A2" and torch.compiler.is_compiling()
         return {
             "group_tp": self.communicator if names_tp else "",
-            "global_bs": 0 if self.is_even else sizes.max_tokens * sizes.ep_size,
+            "global_bs": 0 if is_even else sizes.max_tokens * sizes.ep_size,
             "comm_alg": self.algorithm,
+            "x_active_mask": active,
         }
 
 
@@ -68,11 +71,17 @@ class Dispatched(NamedTuple):
 
 
 def dispatch(
-    x: Tensor, topk_ids: Tensor, group: ExpertGroup, *, in_int8: bool = False
+    x: Tensor,
+    topk_ids: Tensor,
+    group: ExpertGroup,
+    *,
+    active: Tensor | None = None,
+    in_int8: bool = False,
 ) -> Dispatched:
     """Send each of x [T, H] to the ranks of its experts, rounded to int8 if they want it so.
 
-    topk_ids: [T, k] int32, different ones in each row.
+    topk_ids: [T, k] int32, different ones in each row. active: [T] bool, true before false: rows
+    to send; given on all ranks, with T the same, or on none.
     Raises: ValueError: shapes that the group was not checked for.
     """
     sizes = group.sizes
@@ -86,6 +95,10 @@ def dispatch(
             f"dispatch: topk_ids is {list(topk_ids.shape)} {topk_ids.dtype}, must be "
             f"[{x.shape[0]}, {sizes.num_experts_per_tok}] int32"
         )
+    if active is not None and (active.shape != x.shape[:1] or active.dtype != torch.bool):
+        raise ValueError(
+            f"dispatch: active is {list(active.shape)} {active.dtype}, must be [{x.shape[0]}] bool"
+        )
     rows, scales, assist, counts, received, tp_received, expand_scales = (
         torch.ops.npu.npu_moe_distribute_dispatch_v2(
             x,
@@ -96,7 +109,7 @@ def dispatch(
             sizes.num_experts,
             quant_mode=_INT8_PER_ROW if in_int8 else _AS_THEY_ARE,
             expert_token_nums_type=_COUNTS,
-            **group.options,
+            **group.options(active),
         )
     )
     return Dispatched(rows, scales, counts, assist, received, tp_received, expand_scales)
@@ -108,10 +121,11 @@ def combine(
     topk_ids: Tensor,
     topk_weights: Tensor,
     group: ExpertGroup,
+    active: Tensor | None = None,
 ) -> Tensor:
     """Bring the experts' rows back: sum over k of weight * row, [T, H].
 
-    topk_weights: [T, k] float32.
+    topk_weights: [T, k] float32. active: as dispatch was given it; other rows are undefined.
     """
     sizes = group.sizes
     out: Tensor = torch.ops.npu.npu_moe_distribute_combine_v2(
@@ -125,7 +139,7 @@ def combine(
         group.rank,
         sizes.num_experts,
         tp_send_counts=dispatched.tp_receive_counts,
-        **group.options,
+        **group.options(active),
     )
     return out
 
@@ -146,6 +160,7 @@ class NpuExpertDispatch:
         expert_ids: Tensor,
         experts: GatedExperts,
         shared: SharedExpert | None,
+        active: Tensor | None = None,
     ) -> Tensor:
         """See `ExpertDispatch`. Raises: ValueError: shapes that the group was not checked for."""
         is_beside = self._is_multi_stream
@@ -155,7 +170,7 @@ class NpuExpertDispatch:
             with on_side_stream(is_beside):
                 hidden = shared.up(x)
         in_int8 = isinstance(experts, NpuInt8Experts)
-        dispatched = dispatch(x, topk_ids, self._group, in_int8=in_int8)
+        dispatched = dispatch(x, topk_ids, self._group, active=active, in_int8=in_int8)
         if isinstance(experts, NpuInt8Experts):
             rows = experts.of_int8(dispatched.rows, dispatched.scales, dispatched.group_sizes)
         else:
@@ -166,5 +181,5 @@ class NpuExpertDispatch:
                 # NOTE: not before the routed experts are through with the matrix unit; combine
                 # leaves it idle.
                 shared_out = shared.down(after(hidden, rows, is_beside))
-        out = combine(rows, dispatched, topk_ids, topk_weights, self._group)
+        out = combine(rows, dispatched, topk_ids, topk_weights, self._group, active)
         return out if shared_out is None else out + shared_out

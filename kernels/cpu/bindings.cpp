@@ -433,6 +433,8 @@ TORCH_LIBRARY(pdserve_cpu, m) {
       .def("cancel", &pdserve::Graphs::cancel)
       .def("replay", &pdserve::Graphs::replay)
       .def("profile", &pdserve::Graphs::profile)
+      .def("empty", &pdserve::Graphs::empty)
+      .def("alias", &pdserve::Graphs::alias)
       .def("num_tasks", &pdserve::Graphs::num_tasks)
       .def("num_recorded", &pdserve::Graphs::num_recorded);
   m.def("pack_weight(Tensor weight) -> Tensor");

@@ -84,8 +84,9 @@ void Graphs::cancel() {
   recorded_ = Graph();
 }
 
-void Graphs::replay(int64_t graph) const {
-  for (const Task& task : graphs_.at(graph).tasks) task();
+void Graphs::replay(int64_t graph, int64_t start, int64_t stop) const {
+  const std::vector<Task>& tasks = graphs_.at(graph).tasks;
+  for (int64_t i = start; i < stop; ++i) tasks.at(i)();
 }
 
 std::vector<std::tuple<std::string, double>> Graphs::profile(int64_t graph) const {
@@ -120,6 +121,17 @@ void Graphs::add_once(const std::vector<const void*>& key, Task task) {
 
 at::Tensor Graphs::allocate(at::IntArrayRef sizes, const at::TensorOptions& options) {
   return arena_->allocate(sizes, options);
+}
+
+at::Tensor Graphs::empty(std::vector<int64_t> sizes, const at::Tensor& like) {
+  TORCH_CHECK(current() == this, "this thread does not record here");
+  return arena_->allocate(sizes, like.options());
+}
+
+at::Tensor Graphs::alias(const at::Tensor& tensor) const {
+  if (!arena_->owns(tensor.const_data_ptr())) return tensor;
+  return at::from_blob(tensor.mutable_data_ptr(), tensor.sizes(), tensor.strides(),
+                       tensor.options());
 }
 
 }  // namespace pdserve

@@ -45,8 +45,9 @@ class Graphs : public torch::CustomClassHolder {
   int64_t end();
   // Ends the recording and forgets it.
   void cancel();
-  void replay(int64_t graph) const;
-  // As replay; what each task is and how long it took, in seconds.
+  // Tasks [start, stop): what lies between two of them may be done by others, such as a collective.
+  void replay(int64_t graph, int64_t start, int64_t stop) const;
+  // All of them; what each task is and how long it took, in seconds.
   std::vector<std::tuple<std::string, double>> profile(int64_t graph) const;
   int64_t num_tasks(int64_t graph) const;
   // Tasks of the recording under way.
@@ -56,6 +57,11 @@ class Graphs : public torch::CustomClassHolder {
   // Adds a task unless this recording has one with the same key.
   void add_once(const std::vector<const void*>& key, Task task);
   at::Tensor allocate(at::IntArrayRef sizes, const at::TensorOptions& options);
+  // Memory for what is done between tasks, as `like` in dtype.
+  at::Tensor empty(std::vector<int64_t> sizes, const at::Tensor& like);
+  // The same elements, but not kept: later tasks may have the memory when the tensor is gone. To be
+  // used between the tasks where it was there.
+  at::Tensor alias(const at::Tensor& tensor) const;
 
  private:
   struct Graph {

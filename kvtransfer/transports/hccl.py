@@ -1,18 +1,18 @@
-"""torch.distributed point-to-point between one writer and one reader: gloo here, HCCL on Ascend, by
-config; the code is the same. Only gloo has been run.
+"""torch.distributed point-to-point between one writer and one reader: gloo for memory of the host,
+HCCL for a device's, by config; the code is the same. Only gloo has been run.
 
     reader: a TCPStore  <--join/<n>-- writer          each join makes a process group of two
-    writer --(segments, bytes), table of targets, bytes--> reader, which puts them in place
+    writer --(segments, bytes), table of targets, bytes--> reader
            <--acknowledged once all of them are stored--
 
-A two-sided transport has no registered memory: bytes go through a staging tensor at either end, at
-most STAGE_BYTES at once. A group of which one operation failed is given up, as its state is not
-known; the next write makes a new one. The reader then notes in its store that nothing can land from
-the old one any more, which is what num_unsettled waits for.
+Bytes are sent from the cache's own memory and received into it where a message is one run of it;
+what is scattered is brought together in a staging tensor beside it, at most STAGE_BYTES at once.
+Nothing of a device's memory comes to the host. A group of which one operation failed is given up,
+as its state is not known; the next write makes a new one. The reader then notes in its store that
+nothing can land from the old one any more, which is what num_unsettled waits for.
 """
 
 import contextlib
-import ctypes
 import json
 import logging
 import secrets
@@ -100,7 +100,19 @@ _GROUPS: dict[str, Callable[[str, Store, int, timedelta], Group]] = {
     "gloo": _gloo_group,
     "hccl": _hccl_group,
 }
-_DEVICES = {"gloo": "cpu", "hccl": "npu"}
+
+
+def memory_bytes(memory: KVMemory) -> Tensor:
+    """[num_bytes] uint8: all of it as a tensor of its device; element 0 is at base_address.
+
+    Raises: RuntimeError: it is closed. NOTE: while the tensor is there, the memory is, too.
+    """
+    if not memory.k_caches:
+        raise RuntimeError("the memory is closed")
+    storage = memory.k_caches[0].untyped_storage()
+    whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    start = memory.base_address - storage.data_ptr()
+    return whole[start : start + memory.num_bytes]
 
 
 class HCCLConnection:
@@ -112,7 +124,6 @@ class HCCLConnection:
         self._host = host
         self._memory = memory
         self._address = address
-        self._device = _DEVICES[backend]
         self._store: TCPStore | None = None
         self._pair: Pair | None = None
         self._number = 0
@@ -169,19 +180,18 @@ class HCCLConnection:
         pair = self._pair
         assert pair is not None, "open came first"
         num_bytes = sum(segment.num_bytes for segment in segments)
-        staged = torch.empty(num_bytes, dtype=torch.uint8)
-        offset = 0
-        for source_address, _, size in segments:
-            ctypes.memmove(staged.data_ptr() + offset, source_address, size)
-            offset += size
+        source, own_base = memory_bytes(self._memory), self._memory.base_address
+        starts = [segment.source_address - own_base for segment in segments]
+        parts = [source[start:][: s.num_bytes] for start, s in zip(starts, segments, strict=True)]
         base = self._address.base_address
         table = torch.tensor(
             [(target - base, size) for _, target, size in segments], dtype=torch.int64
         )
         header = torch.tensor([len(segments), num_bytes], dtype=torch.int64)
-        for tensor in (header, table, staged):
-            pair.send(tensor.to(self._device), _until(deadline_s))
-        answer = torch.empty(1, dtype=torch.int64, device=self._device)
+        data = parts[0] if len(parts) == 1 else torch.cat(parts)
+        for tensor in (header, table, data):
+            pair.send(tensor.to(source.device), _until(deadline_s))
+        answer = torch.empty(1, dtype=torch.int64, device=source.device)
         pair.recv(answer, _until(deadline_s))
         if answer.item() != num_bytes:
             raise TransferError("the reader refused the segments: they lie outside its memory")
@@ -201,7 +211,6 @@ class _Server:
         self._host = host
         self._memory = memory
         self._timeout = timeout
-        self._device = _DEVICES[backend]
         self._secret = secrets.token_hex(16)
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         self._lock = threading.Lock()
@@ -215,7 +224,9 @@ class _Server:
         return StoreAddress(self._host, self._store.port, self._secret, self._memory.base_address)
 
     def close(self) -> None:
-        """Store nothing any more. A thread whose writer hangs ends with the process."""
+        """Take nothing more; what is on its way lands in memory that is still there. A thread whose
+        writer hangs ends with the process.
+        """
         self._stop.set()
         self._thread.join()
         with self._lock:
@@ -246,34 +257,41 @@ class _Server:
             client.set(f"{self._secret}/left/{number}", "")
 
     def _receive_message(self, pair: Pair) -> None:
-        header = torch.empty(2, dtype=torch.int64, device=self._device)
+        device = memory_bytes(self._memory).device
+        header = torch.empty(2, dtype=torch.int64, device=device)
         pair.recv(header, IDLE_TIMEOUT)
         num_segments, num_bytes = header.tolist()
-        if not (0 <= num_segments <= MAX_SEGMENTS and 0 <= num_bytes <= STAGE_BYTES):
+        if not (0 < num_segments <= MAX_SEGMENTS and 0 <= num_bytes <= STAGE_BYTES):
             raise RuntimeError(f"{num_segments} segments of {num_bytes} bytes")
-        table = torch.empty((num_segments, 2), dtype=torch.int64, device=self._device)
+        table = torch.empty((num_segments, 2), dtype=torch.int64, device=device)
         pair.recv(table, self._timeout)
-        staged = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        pair.recv(staged, self._timeout)
-        is_stored = self._store_segments(table.tolist(), staged.cpu())
+        is_stored = self._receive_segments(pair, table.tolist(), num_bytes)
         answer = torch.tensor([num_bytes if is_stored else -1], dtype=torch.int64)
-        pair.send(answer.to(self._device), self._timeout)
+        pair.send(answer.to(device), self._timeout)
 
-    def _store_segments(self, table: list[list[int]], staged: Tensor) -> bool:
-        size = self._memory.num_bytes - NONCE_BYTES
-        if sum(num for _, num in table) != staged.numel() or any(
-            offset < 0 or num < 0 or offset + num > size for offset, num in table
-        ):
-            return False
-        source = staged.data_ptr()
-        # NOTE: the memory may be unmapped once close has returned.
+    def _receive_segments(self, pair: Pair, table: list[list[int]], num_bytes: int) -> bool:
+        """Receive the bytes and put them where the table says; False: that is not in the memory."""
+        # NOTE: a tensor of it keeps the memory from being unmapped under an operation.
         with self._lock:
             if self._stop.is_set():
-                return False
-            for offset, num_bytes in table:
-                ctypes.memmove(self._memory.base_address + offset, source, num_bytes)
-                source += num_bytes
-        return True
+                raise RuntimeError("the reader is closing")
+            target = memory_bytes(self._memory)
+        size = self._memory.num_bytes - NONCE_BYTES
+        fits = sum(num for _, num in table) == num_bytes and all(
+            offset >= 0 and num >= 0 and offset + num <= size for offset, num in table
+        )
+        if fits and len(table) == 1:
+            offset = table[0][0]
+            pair.recv(target[offset : offset + num_bytes], self._timeout)
+            return True
+        staged = target.new_empty(num_bytes)
+        pair.recv(staged, self._timeout)
+        if fits:
+            start = 0
+            for offset, num in table:
+                target[offset : offset + num] = staged[start : start + num]
+                start += num
+        return fits
 
 
 class HCCLTransport:
@@ -337,10 +355,10 @@ class HCCLTransport:
 
 
 def _messages(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
-    """Segments, cut where needed, in messages of at most STAGE_BYTES and MAX_SEGMENTS."""
+    """Segments, joined and cut, in messages of at most STAGE_BYTES and MAX_SEGMENTS."""
     message: list[Segment] = []
     space = STAGE_BYTES
-    for source, target, num_bytes in segments:
+    for source, target, num_bytes in _joined(segments):
         start = 0
         while start < num_bytes:
             size = min(num_bytes - start, space)
@@ -352,6 +370,23 @@ def _messages(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
                 message, space = [], STAGE_BYTES
     if message:
         yield message
+
+
+def _joined(segments: Sequence[Segment]) -> Iterator[Segment]:
+    """The same copies, those that go on where the last one ended as one."""
+    last = Segment(0, 0, 0)
+    for segment in segments:
+        if segment[:2] == (
+            last.source_address + last.num_bytes,
+            last.target_address + last.num_bytes,
+        ):
+            last = last._replace(num_bytes=last.num_bytes + segment.num_bytes)
+            continue
+        if last.num_bytes:
+            yield last
+        last = segment
+    if last.num_bytes:
+        yield last
 
 
 def _until(deadline_s: float) -> timedelta:

@@ -57,6 +57,10 @@ async def test_tokens_are_those_of_one_process(
     ) as service:
         assert await _generate_all(service) == expected
         assert await _generate_all(service) == expected, "a warm prefix cache changed tokens"
+        (decoder,) = service.of_role("decoder")
+        stats = decoder.stats()
+        assert stats.num_graph_replays > _NUM_TOKENS
+        assert set(stats.eager_steps) == {"prompt tokens or drafts in the batch"}
         (prefiller,) = service.of_role("prefiller")
         assert sum(t.num_transfers for t in prefiller.stats().transfers) >= 5
         service.assert_idle()
@@ -95,6 +99,8 @@ def test_ranks_live_and_die_together_and_requests_go_on_elsewhere(
         service.publish()
         for output, tokens in zip(outputs, expected * 2, strict=True):
             assert output.result(120)[:_NUM_TOKENS] == tokens
+        (other,) = (w for w in service.of_role("decoder") if w.engine_id != victim.engine_id)
+        assert other.stats().num_graph_replays > 400
         restarted = service.restart(victim)
         assert _generate(service, _PROMPTS[3]) == expected[3]
         # And the other way round: ranks end with their leader.

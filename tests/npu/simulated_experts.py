@@ -6,6 +6,7 @@ demand and poisons what they leave undefined.
 """
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -13,7 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tests.npu.simulator import _demand, _kernel, dynamic_quant, swiglu
+from tests.npu.simulation import demand as _demand
+from tests.npu.simulation import kernel as _kernel
+from tests.npu.simulator import dynamic_quant, swiglu
 
 TIMEOUT_S = 60.0
 _WORDS = 128  # of assist information a row
@@ -64,6 +67,7 @@ class ThreadGroup:
 
 
 _exchanges: dict[str, tuple[Meeting, list[str]]] = {}
+_rows_sent: Counter[str] = Counter()
 
 
 class Network:
@@ -82,6 +86,12 @@ class Network:
 
     def __exit__(self, *_: object) -> None:
         del _exchanges[self._name]
+        del _rows_sent[self._name]
+
+    @property
+    def num_rows_sent(self) -> int:
+        """Rows of all ranks that dispatch took, in all calls."""
+        return _rows_sent[self._name]
 
     def meeting(self, size: int) -> Meeting:
         self._meetings.append(Meeting(size))
@@ -151,6 +161,7 @@ def grouped_matmul_swiglu_quant(
 
 class _Sent(NamedTuple):
     rows: Tensor
+    active: Tensor
     scales: Tensor
     ids: Tensor
     agreed: tuple[object, ...]
@@ -159,6 +170,7 @@ class _Sent(NamedTuple):
 def _check_exchange(
     ids: Tensor, tokens: list[int], size: int, num_experts: int, global_bs: int, tp: str
 ) -> None:
+    """ids: those of rows that travel; others may be anything."""
     _demand(num_experts % size == 0 and 2 <= size <= 768, "experts are dealt out evenly")
     _demand(ids.dtype == torch.int32 and ids.shape[1] <= 16, "ids are int32, up to 16 a row")
     _demand(bool(((ids >= 0) & (ids < num_experts)).all()), "ids are experts")
@@ -172,6 +184,15 @@ def _check_exchange(
         _demand(global_bs % size == 0 and max(tokens) <= global_bs // size, "global_bs fits")
 
 
+def _active(mask: Tensor | None, num_tokens: int) -> Tensor:
+    """[num_tokens] bool: the rows that travel."""
+    if mask is None:
+        return torch.ones(num_tokens, dtype=torch.bool)
+    _demand(mask.dtype == torch.bool and mask.shape == (num_tokens,), "a mask has a bool a row")
+    _demand(bool((mask[1:] <= mask[:-1]).all()), "a mask is true before it is false")
+    return mask.clone()
+
+
 @_kernel("npu_moe_distribute_dispatch_v2")
 def dispatch(
     x: Tensor,
@@ -181,6 +202,7 @@ def dispatch(
     ep_rank_id: int,
     moe_expert_num: int,
     *,
+    x_active_mask: Tensor | None = None,
     group_tp: str = "",
     quant_mode: int = 0,
     global_bs: int = 0,
@@ -189,7 +211,8 @@ def dispatch(
     **unused: object,
 ) -> tuple[Tensor, ...]:
     _demand(all(not value or value == 1 for value in unused.values()), "nothing special")
-    _demand(quant_mode in (0, 2) and expert_token_nums_type == 1 and not comm_alg, "plain")
+    _demand(quant_mode in (0, 2) and expert_token_nums_type == 1, "plain")
+    _demand(comm_alg in ("", "fullmesh"), "an algorithm that takes masks")
     num_tokens, top_k = expert_ids.shape
     scales = torch.full((num_tokens,), torch.nan)
     rows = x
@@ -197,13 +220,18 @@ def dispatch(
         quantised: Any = dynamic_quant(x)
         rows, scales = quantised
     meeting, calls = _exchanges[group_ep]
-    agreed = (ep_world_size, moe_expert_num, global_bs, quant_mode, x.shape[1], top_k)
-    sent = meeting(ep_rank_id, _Sent(rows.clone(), scales, expert_ids.clone(), agreed))
+    agreed = (ep_world_size, moe_expert_num, global_bs, quant_mode, x.shape[1], top_k, comm_alg)
+    active = _active(x_active_mask, num_tokens)
+    sent = meeting(ep_rank_id, _Sent(rows.clone(), active, scales, expert_ids.clone(), agreed))
     if ep_rank_id == 0:
         calls.append("dispatch in int8" if quant_mode else "dispatch")
+    _rows_sent[group_ep] += sum(int(one.active.sum()) for one in sent) if ep_rank_id == 0 else 0
     _demand(len({one.agreed for one in sent}) == 1, "all ranks say the same")
     tokens = [len(one.ids) for one in sent]
-    _check_exchange(expert_ids, tokens, ep_world_size, moe_expert_num, global_bs, group_tp)
+    if len(set(tokens)) > 1:
+        _demand(all(bool(one.active.all()) for one in sent), "no mask where ranks differ in rows")
+    ids = expert_ids[active]
+    _check_exchange(ids, tokens, ep_world_size, moe_expert_num, global_bs, group_tp)
     per_rank = moe_expert_num // ep_world_size
     capacity = (global_bs or num_tokens * ep_world_size) * min(per_rank, top_k)
     out = x.new_full((capacity, x.shape[1]), 77 if quant_mode else torch.nan, dtype=rows.dtype)
@@ -215,7 +243,8 @@ def dispatch(
     row = 0
     for local in range(per_rank):
         for source, one in enumerate(sent):
-            chosen = (one.ids == ep_rank_id * per_rank + local).nonzero()
+            is_here = (one.ids == ep_rank_id * per_rank + local) & one.active[:, None]
+            chosen = is_here.nonzero()
             tokens_of, stop = chosen[:, 0], row + len(chosen)
             out[row:stop], out_scales[row:stop] = one.rows[tokens_of], one.scales[tokens_of]
             origin = assist[row * _WORDS : stop * _WORDS].view(-1, _WORDS)
@@ -247,6 +276,7 @@ def combine(
     moe_expert_num: int,
     *,
     tp_send_counts: Tensor | None = None,
+    x_active_mask: Tensor | None = None,
     group_tp: str = "",
     global_bs: int = 0,
     comm_alg: str = "",
@@ -258,6 +288,7 @@ def combine(
     meeting, calls = _exchanges[group_ep]
     if ep_rank_id == 0:
         calls.append("combine")
+    active = _active(x_active_mask, len(expert_ids))
     total = int(ep_send_counts[-1])
     origins = assist_info_for_combine[: total * _WORDS].view(total, _WORDS)[:, :3].long()
     num_tokens, top_k = expert_ids.shape
@@ -265,4 +296,5 @@ def combine(
     for rows, theirs in meeting(ep_rank_id, (expand_x.clone(), origins)):
         own = (theirs[:, 0] == ep_rank_id).nonzero()[:, 0]
         chosen[theirs[own, 1], theirs[own, 2]] = rows[own]
+    _demand(not bool(chosen[active].isnan().any()), "what was dispatched comes back")
     return (chosen.float() * expert_scales[..., None]).sum(1).to(expand_x.dtype)

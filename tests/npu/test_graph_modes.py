@@ -27,6 +27,7 @@ from decoder.graph_npu import (
 from decoder.graph_sizes import plan_sizes
 from engine.colocated import ColocatedEngine
 from engine.models import CausalLM
+from engine.parallel import Parallel
 from engine.parallel_config import ParallelConfig
 from engine.runner import ForwardMemory
 from engine.scheduler import SchedulerConfig
@@ -35,7 +36,7 @@ from kernels.npu import NpuOps
 from tests.npu.expert_parallel import expert_parallel_model
 from tests.npu.fake_npu import FakeNpu
 from tests.npu.families import BLOCK_SIZE, CONFIGS, caches, family, make_request
-from tests.npu.simulator import air_attention
+from tests.npu.simulator_attention import air_attention
 from tests.npu.test_tokens import npu_ops, prompts
 from tests.npu.wheel import torch_npu
 
@@ -234,8 +235,9 @@ def test_every_rank_has_the_same_sizes_and_rows_divide_over_the_ranks(
     monkeypatch.setattr(torch_npu.npu, "Stream", FakeNpu().Stream)
     ops = npu_ops()
     planned = []
+    parallel = Parallel(config=ParallelConfig(tp_size=4))
     for _ in range(2):  # what a rank plans with: the configuration, not its part of the model
-        backend = select_backend(mode, ops, family("qwen3", ops), multiple_of=4)
+        backend = select_backend(mode, ops, family("qwen3", ops), parallel=parallel)
         assert backend is not None
         planned.append(backend.batch_sizes(50))
     assert planned[0] == planned[1]

@@ -31,7 +31,7 @@ class Followers:
         self.configs: dict[int, WorkerConfig] = {}
         self._strangers: list[Wire] = []
 
-    def launch(self, rank: int, address: str, token: str) -> None:
+    def launch(self, rank: int, address: str, token: str, follower: str) -> None:
         if rank == 1:
             for joined, given in ((1, "wrong"), (0, token), (3, token)):
                 self._strangers.append(self._join(joined, address, given))
