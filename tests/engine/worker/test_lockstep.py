@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.request import Request, SamplingParams
+from engine.runner import EagerForward
 from engine.scheduler import ScheduledRequest
 from engine.worker.leading_model import ints_from_bytes
 from engine.worker.lockstep import Lockstep
@@ -35,11 +36,12 @@ def test_a_step_ends_after_a_rank_that_samples_nothing_has_written_its_kv() -> N
     others = _Others()
     model: Any = SimpleNamespace(
         parallel=SimpleNamespace(dp=others),
-        start=others.forwards.append,
+        start=lambda forwards, graph_sizes: others.forwards.append(forwards),
         own=lambda ids, positions, kv, on_layer: torch.zeros(len(ids), HIDDEN_SIZE),
         config=SimpleNamespace(vocab_size=7),
     )
-    lockstep = Lockstep(model, (), (), select_ops("reference"), block_size=4)
+    own = EagerForward(model)
+    lockstep = Lockstep(model, own, (), (), select_ops("reference"), block_size=4)
     prompt = list(range(12))
     request = Request(
         request_id="r",
