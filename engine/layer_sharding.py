@@ -143,7 +143,7 @@ def shard_layers(model: nn.Module, parallel: Parallel) -> list[ShardedSeries]:
             if group is None:
                 raise ValueError(
                     f"layer_sharding of {name}: no other rank holds the same weights; they are "
-                    "split over tp, so it takes dp above 1"
+                    "split over tp, so it takes dp or cp above 1"
                 )
             series.append(ShardedSeries(name, alike, group))
     return series

@@ -337,8 +337,6 @@ def _check_context_parallel(config: ServiceConfig) -> list[str]:
     cp = f"prefiller.cp is {prefiller.cp}"
     if prefiller.dp > 1:
         problems.append(f"{cp} and prefiller.dp is {prefiller.dp}: one of them must be 1")
-    if config.tiers.is_on:
-        problems.append(f"{cp} and tiers are on: every rank would keep the same blocks")
     if prefiller.dual_batch_overlap:
         problems.append(f"{cp} and prefiller.dual_batch_overlap is true: only one of them")
     if config.speculation == "mtp":
@@ -371,7 +369,7 @@ def _check_ranks(config: ServiceConfig) -> list[str]:
                 f"{name}.dual_batch_overlap: with tp 1 and ep 1 no layer waits for other ranks"
             )
         if role.layer_sharding and role.num_ranks == 1:
-            problems.append(f"{name}.layer_sharding: there is one rank, and tp times dp is 1")
+            problems.append(f"{name}.layer_sharding: there is one rank, no other to hold layers")
     return problems + [f"prefiller.{problem}" for problem in _pipeline_problems(config)]
 
 

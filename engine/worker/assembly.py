@@ -275,8 +275,6 @@ def _check_context_parallel(config: WorkerConfig, role: worker_pb2.Role.ValueTyp
     cp = f"cp is {config.parallel.cp_size}"
     if role != worker_pb2.ROLE_PREFILLER:
         raise ValueError(f"{cp}: it is for prefillers")
-    if config.tiers.is_on:
-        raise ValueError(f"{cp}: tiers would keep every block {config.parallel.cp_size} times")
     if config.speculation == "mtp":
         raise ValueError(f"{cp} and speculation mtp: use ngram or none")
 

@@ -52,6 +52,7 @@ def _cases() -> list[object]:
     for family in FAMILIES:
         spreads: list[Spread] = [{"cp_size": 2}, {"cp_size": 4}, {"cp_size": 2, "tp_size": 2}]
         spreads.append({"cp_size": 2, "tp_size": 2, "sequence_parallel": True})
+        spreads.append({"cp_size": 2, "layer_sharding": ("o_proj", "down_proj")})
         if family not in DENSE:
             over = product((1, 2), (2, 4), COMMS, ("all_to_all", "gather"))
             spreads += [
@@ -74,6 +75,7 @@ def _cases() -> list[object]:
 # cp, tp, ep and how rows get to the experts. The rest is marked slow.
 _QUICK = {
     ("llama", "2"),
+    ("qwen3", "2 ('o_proj', 'down_proj')"),
     ("mistral", "4"),
     ("qwen2, tied", "2 2 True"),
     ("qwen3-moe", "2 2"),

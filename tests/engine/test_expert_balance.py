@@ -175,6 +175,7 @@ def _hottest(counts: list[Tensor], steps: slice) -> Tensor:
         ({"dp_size": 4, "ep_size": 4}, "none"),
         ({"tp_size": 2, "dp_size": 2, "ep_size": 4, "dual_batch_overlap": True}, "int8"),
         ({"tp_size": 4, "ep_size": 4, "moe_comm": "allgather"}, "none"),
+        pytest.param({"cp_size": 4, "ep_size": 4}, "none", marks=pytest.mark.slow),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
 )

@@ -14,6 +14,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from engine.parallel_config import ParallelConfig
+from kvtransfer.tiers.config import TierConfig
 from tests.integration.alone import greedy_alone
 from tests.integration.service import Service, wait_until
 from tests.integration.test_data_parallel import write_tiny_experts
@@ -104,4 +105,23 @@ async def test_tokens_of_a_mixture_of_experts_are_those_of_one_process(
     expected = greedy_alone(model, _PROMPTS, _NUM_TOKENS)
     with Service(model, prefiller=_over(**prefiller), decoder=_over(**decoder)) as service:
         assert await _generate_all(service) == expected
+        service.assert_idle()
+
+
+@pytest.mark.slow
+def test_prefixes_in_the_tiers_are_found_by_all_ranks(tiny_model: Path, tmp_path: Path) -> None:
+    tiers = TierConfig(disk_path=f"{tmp_path}/tier")
+    options = {"max_tokens": _NUM_TOKENS, "ignore_eos": True}
+    with Service(tiny_model, prefiller={**_over(cp=2), "tiers": tiers}) as service:
+        first = service.complete(_PROMPTS[5], **options)
+        num_blocks = len(_PROMPTS[5]) // 32
+        wait_until(lambda: len(list(tmp_path.glob("*/*/*/*"))) == num_blocks, 20, "all are kept")
+        for worker in service.workers:
+            worker.close()
+        for worker in list(service.workers):
+            service.restart(worker)
+        service.wait_ready()
+        again = service.complete(_PROMPTS[5], **options)
+        assert again["choices"] == first["choices"]
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == num_blocks * 32
         service.assert_idle()

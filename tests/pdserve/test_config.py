@@ -234,7 +234,6 @@ def test_a_prefiller_may_share_the_rows_of_its_prompts_over_ranks() -> None:
     assert (decoder.cp_size, decoder.world_size) == (1, 1)
     for setting, problem in (
         ("prefiller.dp=2", r"prefiller\.cp is 2 and prefiller\.dp is 2"),
-        ("tiers.host_bytes=1048576", r"prefiller\.cp is 2 and tiers are on"),
         ("speculation=mtp", r"prefiller\.cp is 2 and speculation is mtp"),
         ("prefiller.ep=3", r"the 2 ranks, which is tp 1 times dp 1 times cp 2"),
         ("decoder.cp=2", r"decoder\.cp"),
