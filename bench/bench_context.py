@@ -13,9 +13,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.queues import Queue
 from pathlib import Path
+from queue import Empty
 
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
@@ -188,7 +190,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096, help="of the prompt")
     parser.add_argument("--chunk", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden-size", type=int, default=768)
+    parser.add_argument("--hidden-size", type=int, default=512, help="a multiple of 512")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     context = multiprocessing.get_context("spawn")
@@ -200,7 +202,12 @@ def main() -> None:
         ]
         for process in ranks:
             process.start()
-        samples = [queue.get(timeout=200) for _ in range(args.rounds * (1 + 2 * args.ranks))]
+        samples: list[Sample] = []
+        while len(samples) < args.rounds * (1 + 2 * args.ranks):
+            if any(process.exitcode for process in ranks):
+                sys.exit("a rank failed")
+            with suppress(Empty):
+                samples.append(queue.get(timeout=1.0))
         for process in ranks:
             process.join(20)
     report(samples, args)
