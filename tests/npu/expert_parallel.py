@@ -11,6 +11,7 @@ from engine.collectives import CollectiveCounters, ProcessGroup
 from engine.layers.layer import named_weights, pack_weights
 from engine.models import CausalLM, build_model
 from engine.parallel_config import MoEComm
+from engine.step_plan import plan_step
 from kernels.ascend.options import NpuOptions
 from kernels.npu import NpuOps
 from tests.npu.families import CONFIGS
@@ -30,27 +31,44 @@ _SIZES = {
 }
 
 
-def fake_groups() -> None:
-    """Make this process rank 0 of 16; a second call does nothing."""
-    if not dist.is_initialized():
-        dist.init_process_group("fake", rank=0, world_size=EP_SIZE, store=FakeStore())
+def fake_groups(rank: int) -> None:
+    """Make this process that rank of 16."""
+    if dist.is_initialized():
+        if dist.get_rank() == rank:
+            return
+        dist.destroy_process_group()
+    dist.init_process_group("fake", rank=rank, world_size=EP_SIZE, store=FakeStore())
 
 
 def expert_parallel_model(
-    name: str, *, moe_comm: MoEComm, num_local_experts: int, quantization: Any = "none", **ops: bool
+    name: str,
+    *,
+    moe_comm: MoEComm,
+    num_local_experts: int,
+    quantization: Any = "none",
+    rank: int = 0,
+    **ops: bool,
 ) -> CausalLM:
-    """The family `name` on rank 0, as the engine builds it; `ops`: options of NpuOps."""
-    fake_groups()
-    tp = ProcessGroup("tp", dist.new_group(list(range(TP_SIZE))), CollectiveCounters())
+    """The family `name` on a rank, as the engine builds it and plans a step that is replayed.
+
+    ops: options of NpuOps.
+    """
+    fake_groups(rank)
+    first = rank - rank % TP_SIZE
+    ranks = dist.new_group(list(range(first, first + TP_SIZE)))
+    tp = ProcessGroup("tp", ranks, CollectiveCounters())
     parallel = one_rank(
         TP_SIZE,
         EP_SIZE,
+        rank=rank,
         moe_comm=moe_comm,
         groups={"tp": tp},
-        fused_tp=ShapeGroup(0, TP_SIZE),
-        exchange=ShapeGroup(0, EP_SIZE),
+        fused_tp=ShapeGroup(rank % TP_SIZE, TP_SIZE),
+        exchange=ShapeGroup(rank, EP_SIZE),
         exchange_rows=NUM_SEQS // TP_SIZE,
     )
+    rows = [NUM_SEQS] * parallel.config.dp_size
+    parallel.step.become(plan_step(rows, parallel.config, 2, has_operators=True))
     key = "n_routed_experts" if name == "deepseek_v3" else "num_experts"
     num_experts = EP_SIZE * num_local_experts
     config = parse_model_config(CONFIGS[name] | _SIZES | {key: num_experts})

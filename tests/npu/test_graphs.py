@@ -191,6 +191,12 @@ def test_zero_redundancy_moves_rows_once_and_the_classic_path_twice(name: str) -
     assert classic.count("HcomReduceScatter") == 0
     for one in (graph, classic):
         assert one.count("MoeDistributeDispatchV2") == one.count("MoeDistributeCombineV2") == sparse
+        # Which rows are tokens is found once a step. Ranks that replay have as many rows each.
+        exchanges = one.of("MoeDistributeDispatchV2", "MoeDistributeCombineV2")
+        masks = [{p.name for p in one.producers(node) if p.op == "Less"} for node in exchanges]
+        assert all(len(names) == 1 for names in masks)
+        assert len(set.union(*masks)) == 1
+        assert all(node.attributes["global_bs"].i == 0 for node in exchanges)
 
 
 @pytest.mark.parametrize("name", SPARSE)
