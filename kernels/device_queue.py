@@ -53,6 +53,10 @@ class DeviceQueue(Protocol):
         ...
 
 
+def nothing_to_wait_for() -> None:
+    """What `Ops.mark` gives where calls return when they are done."""
+
+
 class ThreadQueue:
     """For ops that compute on the calling thread and its helpers."""
 

@@ -7,7 +7,7 @@ kernels/ascend; docs/npu.md says how all of it is checked without an NPU.
 
 import importlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -34,7 +34,7 @@ from kernels.ascend.linear import (
 )
 from kernels.ascend.options import DEFAULT_OPTIONS, NpuOptions
 from kernels.ascend.prolog import NpuLatentProlog
-from kernels.ascend.queue import StreamQueue
+from kernels.ascend.queue import StreamQueue, mark
 from kernels.ascend.streams import prefetch
 from kernels.experts import (
     ExchangeGroup,
@@ -445,6 +445,10 @@ class NpuOps:
     def queue(self) -> StreamQueue:
         """See `Ops.queue`."""
         return StreamQueue(torch_npu.npu, self.device)
+
+    def mark(self) -> Callable[[], None]:
+        """See `Ops.mark`."""
+        return mark(torch_npu.npu)
 
     def set_lent_threads(self, flags: Sequence[int]) -> None:
         """Nothing: these ops do not compute on threads of their own."""

@@ -384,6 +384,12 @@ class Ops(Protocol):
         """A new queue of work for the device; the calling thread uses it."""
         ...
 
+    def mark(self) -> Callable[[], None]:
+        """What waits, on any thread, until the device has done all that the calling thread has
+        launched so far.
+        """
+        ...
+
     def set_lent_threads(self, flags: Sequence[int]) -> None:
         """Compute on one more thread per flag, while it is 0.
 

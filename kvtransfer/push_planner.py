@@ -50,7 +50,7 @@ class PushPlanner:
             )
         segments = []
         num_parts = len(self._memory.layout.parts)
-        for layer_idx, copies in batch:
+        for layer_idx, copies, _ in batch:
             planned = self._plan(key, placement, copies)
             for part_idx, moves in enumerate(planned.plan.moves):
                 source = self._memory.regions[num_parts * layer_idx + part_idx]
@@ -71,9 +71,9 @@ class PushPlanner:
     ) -> list[int]:
         """One per copy of the batch, in order; of one run in `every`, 0 for none."""
         if every == 0:
-            return [0] * sum(len(copies) for _, copies in batch)
+            return [0] * sum(len(push.copies) for push in batch)
         checksums = []
-        for layer_idx, copies in batch:
+        for layer_idx, copies, _ in batch:
             hashed = self._plan(key, placement, copies).hashed
             checksums += hashed.checksums(self._memory, layer_idx, every)
         return checksums

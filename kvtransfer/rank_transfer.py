@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from kvtransfer.checksum import sum_checksums
 from kvtransfer.config import KVTransferConfig
@@ -19,8 +20,14 @@ from kvtransfer.layout import KVLayout
 from kvtransfer.link import BlockCopy, RequestKey, TransferResult
 from kvtransfer.reshard import Placement
 
-Push = tuple[int, tuple[BlockCopy, ...]]
-"""(layer_idx, copies)."""
+
+class Push(NamedTuple):
+    """Blocks of one layer."""
+
+    layer_idx: int
+    copies: tuple[BlockCopy, ...]
+    wait_computed: Callable[[], None]
+    """Returns once the device has computed them."""
 
 
 class RankTransfer:
@@ -65,8 +72,10 @@ class RankTransfer:
         self._copies_per_push = max(1, config.max_batch_bytes // layer_bytes)
         self._pushed_layer_bytes = len(block_indices) * layer_bytes
 
-    def push(self, layer_idx: int, blocks: Sequence[BlockCopy]) -> None:
-        """Queue copies of one layer's blocks, see Transfer.push."""
+    def push(
+        self, layer_idx: int, blocks: Sequence[BlockCopy], wait_computed: Callable[[], None]
+    ) -> None:
+        """Queue copies of one layer's blocks, see Transfer.push; wait_computed: see Push."""
         step = self._copies_per_push
         with self._lock:
             if self._error or self._is_concluded:
@@ -75,7 +84,8 @@ class RankTransfer:
             if not self._pushes and self._is_granted:
                 self._progress_s = time.monotonic()
             for start in range(0, len(blocks), step):
-                self._pushes.append((layer_idx, tuple(blocks[start : start + step])))
+                copies = tuple(blocks[start : start + step])
+                self._pushes.append(Push(layer_idx, copies, wait_computed))
         self._wake()
 
     def finish(self) -> None:
@@ -119,7 +129,7 @@ class RankTransfer:
         num_copies = 0
         with self._lock:
             while self._is_granted and self._pushes:
-                num_copies += len(self._pushes[0][1])
+                num_copies += len(self._pushes[0].copies)
                 if batch and num_copies > self._copies_per_push:
                     break
                 batch.append(self._pushes.popleft())
@@ -128,7 +138,7 @@ class RankTransfer:
     def record_batch(self, batch: Sequence[Push], checksums: Sequence[int], num_bytes: int) -> None:
         """The batch was written; checksums holds one per copy, in order."""
         iterator = iter(checksums)
-        for layer_idx, copies in batch:
+        for layer_idx, copies, _ in batch:
             layer = self._checksums[layer_idx]
             for copy in copies:
                 layer[copy.block_index] = next(iterator)

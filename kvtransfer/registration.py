@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.device_queue import nothing_to_wait_for
 from kernels.kv_cache import KVCache, QuantizedCache
 from kvtransfer.layout import KVLayout
 from protos import worker_pb2
@@ -83,6 +84,7 @@ class KVMemory:
         fd: int | None,
         alignment: int = mmap.PAGESIZE,
         bind_thread: Callable[[], None] = lambda: None,
+        mark: Callable[[], Callable[[], None]] = lambda: nothing_to_wait_for,
     ) -> None:
         """storage: [num_bytes] uint8, starting at base_address; see allocate and on_device."""
         self.layout = layout
@@ -93,6 +95,8 @@ class KVMemory:
         self.base_address = base_address
         self.bind_thread = bind_thread
         """Every thread that hands addresses to a transport calls it first."""
+        self.mark = mark
+        """Called by a thread that computes: what waits until all that it has launched is done."""
         self.nonce = secrets.token_bytes(NONCE_BYTES)
         self._mapping = mapping
         self._view: memoryview | None = None
@@ -128,8 +132,11 @@ class KVMemory:
         num_blocks: int,
         device: torch.device,
         bind_thread: Callable[[], None],
+        mark: Callable[[], Callable[[], None]],
     ) -> "KVMemory":
         """Take memory of a device, every part aligned for registration with an Ascend transport.
+
+        bind_thread, mark: see `kernels.ops.Ops`.
 
         Raises: ValueError: num_blocks is below 1. RuntimeError: the device has no memory left.
         """
@@ -146,6 +153,7 @@ class KVMemory:
             fd=None,
             alignment=DEVICE_ALIGNMENT,
             bind_thread=bind_thread,
+            mark=mark,
         )
 
     @classmethod

@@ -106,11 +106,11 @@ class Sender:
         try:
             peers = [p for p in self._peers(target, block_size) if self._writes(key, p[0])]
         except ValueError as error:
-            transfer = Transfer(key, layout.num_layers, range(0), conclude)
+            transfer = Transfer(key, layout.num_layers, range(0), conclude, self._memory.mark)
             transfer.abort(str(error))
             return transfer
         indices = peers[0][1].source_blocks(placement) if peers else range(0)
-        transfer = Transfer(key, layout.num_layers, indices, conclude)
+        transfer = Transfer(key, layout.num_layers, indices, conclude, self._memory.mark)
         parts = [
             RankTransfer(
                 key,

@@ -19,12 +19,15 @@ class Transfer:
         num_layers: int,
         block_indices: range,
         on_done: Callable[[TransferResult], None],
+        mark: Callable[[], Callable[[], None]],
     ):
+        """mark: see KVMemory."""
         self.key = key
         self.block_indices = block_indices
         """Numbers of the writer's blocks of the prompt that have to be pushed."""
         self._num_layers = num_layers
         self._on_done = on_done
+        self._mark = mark
         self._lock = threading.Lock()
         self._parts: tuple[RankTransfer, ...] = ()
         self._results: list[TransferResult] = []
@@ -40,8 +43,8 @@ class Transfer:
         return sum(part.num_bytes for part in self._parts)
 
     def push(self, layer_idx: int, blocks: Sequence[BlockCopy]) -> None:
-        """Queue copies of one layer's blocks; return at once. They must have been computed and stay
-        unchanged until on_done.
+        """Queue copies of one layer's blocks; return at once. The calling thread must have launched
+        what computes them, which is waited for elsewhere; they stay unchanged until on_done.
 
         A block pushed again replaces what was pushed before. After an abort this does nothing.
         Raises: ValueError: no such layer, or a block that the reader did not ask for.
@@ -53,8 +56,9 @@ class Transfer:
                 raise ValueError(
                     f"block_index is {block_index}, the reader takes {self.block_indices}"
                 )
+        wait_computed = self._mark()
         for part in self._parts:
-            part.push(layer_idx, blocks)
+            part.push(layer_idx, blocks, wait_computed)
 
     def finish(self) -> None:
         """State that nothing more will be pushed. on_done follows when all of it is written."""

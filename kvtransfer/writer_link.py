@@ -354,6 +354,10 @@ class WriterLink:
         assert planner is not None, "opened"
         plan_args = transfer.key, transfer.placement, batch
         try:
+            # NOTE: a layer is pushed when its kernels are launched; they run while it is queued.
+            self._writer.memory.bind_thread()
+            for push in batch:
+                push.wait_computed()
             segments = planner.segments(*plan_args)
             checksums: list[int] = []
 

@@ -112,7 +112,7 @@ def _allocate(config: WorkerConfig, layout: KVLayout, num_blocks: int, ops: Ops)
             f"transfer.checksum is {config.transfer.checksum}, and the host cannot read memory of "
             f"{ops.device}: set it to off"
         )
-    return KVMemory.on_device(layout, num_blocks, ops.device, ops.bind_thread)
+    return KVMemory.on_device(layout, num_blocks, ops.device, ops.bind_thread, ops.mark)
 
 
 @dataclass(frozen=True, slots=True)

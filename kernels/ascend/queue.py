@@ -27,6 +27,17 @@ class _Launched(Generic[T]):
         return self.value
 
 
+def mark(npu: Any) -> Callable[[], None]:
+    """What waits until the current stream of the calling thread is as far as it was filled then.
+
+    npu: torch.npu.
+    """
+    event = npu.Event()
+    event.record()
+    wait: Callable[[], None] = event.synchronize
+    return wait
+
+
 class StreamQueue:
     """The current stream of the thread that submits; see `DeviceQueue`."""
 

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from kernels import mla
 from kernels.cpu.build import build
-from kernels.device_queue import ThreadQueue
+from kernels.device_queue import ThreadQueue, nothing_to_wait_for
 from kernels.experts import ExchangeGroup, ExchangeSizes, ExpertsByParts, GroupedProduct
 from kernels.gating import Gating
 from kernels.kv_cache import KVCache, tensors_of
@@ -373,6 +373,10 @@ class CpuOps:
     def queue(self) -> ThreadQueue:
         """See `Ops.queue`."""
         return ThreadQueue()
+
+    def mark(self) -> Callable[[], None]:
+        """See `Ops.mark`: whatever was called has been done."""
+        return nothing_to_wait_for
 
     def set_lent_threads(self, flags: Sequence[int]) -> None:
         """See `Ops.set_lent_threads`; torch's own number of threads comes on top."""

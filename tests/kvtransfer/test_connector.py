@@ -3,6 +3,7 @@ import os
 import random
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -54,6 +55,36 @@ def test_chunks_may_be_pushed_layer_by_layer_in_any_order(checksum: str) -> None
         assert writer.next_result().ok
         assert reader.next_event() == KVArrived(K)
         assert_blocks_equal(writer.memory, [1, 2, 9, 8], reader.memory, [20, 21, 22, 23])
+
+
+def test_a_block_is_read_only_when_the_device_has_computed_it() -> None:
+    with pair(checksum="off") as (writer, reader):
+        is_computed, caller = threading.Event(), threading.get_ident()
+        waiting: set[int] = set()
+
+        def mark() -> Callable[[], None]:
+            assert threading.get_ident() == caller
+
+            def wait() -> None:
+                waiting.add(threading.get_ident())
+                assert is_computed.wait(5)
+
+            return wait
+
+        writer.memory.mark = mark
+        transfer = writer.begin(K, reader.expect(K, [20]))
+        writer.push_all(transfer, [5])
+        transfer.finish()
+        eventually(lambda: bool(waiting))
+        assert writer.results.empty()
+        for caches in writer.memory.caches:
+            for cache in caches:
+                cache[5] = 7.0  # what the device writes late
+        is_computed.set()
+        assert writer.next_result().ok
+        assert reader.next_event() == KVArrived(K)
+        assert_blocks_equal(writer.memory, [5], reader.memory, [20])
+        assert caller not in waiting
 
 
 def test_a_block_pushed_again_replaces_the_first() -> None:

@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from kernels.device_queue import nothing_to_wait_for
 from kvtransfer.checksum import HashedRun, HashedRuns, sum_checksums
 from kvtransfer.config import KVTransferConfig
 from kvtransfer.layout import KVLayout
@@ -164,7 +165,9 @@ def test_scales_are_parts_beside_the_values() -> None:
 
 def test_memory_of_a_device_is_aligned_for_its_transport() -> None:
     # The host's own device: what is checked is arithmetic on addresses.
-    memory = KVMemory.on_device(LAYOUT, 5, torch.device("cpu"), lambda: None)
+    memory = KVMemory.on_device(
+        LAYOUT, 5, torch.device("cpu"), lambda: None, lambda: nothing_to_wait_for
+    )
     assert memory.fd is None
     for region, caches in zip(memory.regions[::2], memory.k_caches, strict=True):
         assert region.base_address == caches.data_ptr()

@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 import tests.npu.simulator  # noqa: F401  (gives the NPU's operators CPU kernels)
 from engine.colocated import ColocatedEngine
 from engine.scheduler import SchedulerConfig
-from kernels.ascend.queue import StreamQueue
+from kernels.ascend.queue import StreamQueue, mark
 from kernels.npu import NpuOps
 from tests.npu.fake_npu import FakeNpu
 from tests.npu.families import BLOCK_SIZE, family
@@ -109,6 +109,15 @@ def test_the_next_step_is_launched_before_the_host_waits_for_one() -> None:
     for i in steps:
         wanted += [f"launch {i + 1}", f"wait {i}"] if i + 1 in steps else [f"wait {i}"]
     assert ops.made.stream.record == wanted
+
+
+def test_a_mark_is_set_at_once_and_waited_for_when_it_is_asked_for() -> None:
+    stream = Stream()
+    wait = mark(stream)
+    assert stream.record == ["launch 0"]
+    mark(stream)
+    wait()
+    assert stream.record == ["launch 0", "launch 1", "wait 0"]
 
 
 def test_a_launch_reads_nothing_of_what_a_step_computes() -> None:

@@ -139,7 +139,7 @@ def test_mooncake_moves_device_memory_over_its_ascend_protocol(npu: Any) -> None
     from kvtransfer.transports.loading import load_transports
     from tests.kvtransfer.harness import LAYOUT
 
-    memory = KVMemory.on_device(LAYOUT, 4, npu.device, npu.bind_thread)
+    memory = KVMemory.on_device(LAYOUT, 4, npu.device, npu.bind_thread, npu.mark)
     config = KVTransferConfig(transport="mooncake", mooncake_protocol="ascend", checksum="off")
     transports = load_transports(config, memory)
     try:
