@@ -115,7 +115,9 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"rank is {self.rank}, there are {self.world_size}")
+            raise ValueError(
+                f"rank is {self.rank}, tp_size * dp_size * cp_size * pp_size is {self.world_size}"
+            )
         if self.cp_size > 1 and self.dp_size > 1:
             raise ValueError(f"cp_size is {self.cp_size}, dp_size {self.dp_size}: one must be 1")
         if self.shared_experts_beside and self.shared_experts == "tp":

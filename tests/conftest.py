@@ -17,6 +17,7 @@ FIRST = ("pdserve", "integration")
 """Rooms whose tests mostly wait for processes; begun first, they leave no long tail."""
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in this hook too
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With several pytest workers each file's tests stay together, as do all that start a Ray, and
     all that compute on one set of ranks.

@@ -52,6 +52,10 @@ def requests(ways: Ways) -> list[Request]:
     return made
 
 
+def worker_config(**options: Any) -> WorkerConfig:
+    return WorkerConfig(engine_id="decoder-0", model_path="", model_name="", **options)
+
+
 def make_engine(model: CausalLM, *, is_async: bool, num_blocks: int = 60) -> ColocatedEngine:
     config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=24, max_model_len=120)
     return ColocatedEngine(
@@ -60,7 +64,7 @@ def make_engine(model: CausalLM, *, is_async: bool, num_blocks: int = 60) -> Col
         num_blocks=num_blocks,
         block_size=8,
         scheduler_config=config,
-        make_forward=graph_forward("auto", lambda phase, progress: None),
+        make_forward=graph_forward(worker_config(), lambda phase, progress: None),
         async_scheduling=is_async,
     )
 
@@ -130,7 +134,7 @@ def test_a_request_that_leaves_while_its_step_runs_holds_nobody_up(model: Causal
     ],
 )
 def test_steps_run_ahead_where_they_may(options: dict[str, Any], on_cpu: str, on_npu: str) -> None:
-    config = WorkerConfig(engine_id="decoder-0", model_path="", model_name="", **options)
+    config = worker_config(**options)
     beside = ReferenceOps()
     beside.runs_ahead = True
     assert why_in_turn(config, ReferenceOps()) == on_cpu
