@@ -4,11 +4,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
 from engine.colocated import ColocatedEngine
 from engine.request import Request, SamplingParams
 from engine.scheduler import SchedulerConfig
 from kernels.ops import select_ops
 from tests.engine.steps import load
+from tests.integration.service import Service
 
 
 def tokens_alone(
@@ -38,3 +43,14 @@ def greedy_alone(
     """Greedy tokens, past any EOS."""
     sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
     return tokens_alone(folder, [(prompt, sampling) for prompt in prompts], **options)
+
+
+def assert_prompt_logprobs(service: Service, folder: Path, prompt: list[int]) -> None:
+    """The service's for a prompt are those of transformers' Llama, row by row."""
+    options = {"echo": True, "logprobs": 1, "max_tokens": 1, "ignore_eos": True}
+    found = service.complete(prompt, **options)["choices"][0]["logprobs"]["token_logprobs"]
+    token_ids = torch.tensor(prompt)
+    with torch.inference_mode():
+        logits = LlamaForCausalLM.from_pretrained(folder)(token_ids[None]).logits[0]
+    logprobs = logits.log_softmax(dim=-1)[:-1].gather(1, token_ids[1:, None])[:, 0]
+    assert found[1:-1] == pytest.approx(logprobs.tolist(), abs=1e-3)

@@ -3,6 +3,7 @@
 Used by tests that need exact control over who is there, who dies and when.
 """
 
+import asyncio
 import json
 import os
 import queue
@@ -12,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent import futures
 from contextlib import ExitStack
 from dataclasses import replace
@@ -297,6 +298,14 @@ class Service:
         with grpc.insecure_channel(self.grpc_address) as channel:
             reply = inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=300)
         return list(reply.choices[0].token_ids)
+
+    async def generate_all(self, prompts: Sequence[list[int]], max_tokens: int) -> list[list[int]]:
+        """Greedy output tokens past any EOS, of all prompts at once."""
+        each = (
+            asyncio.to_thread(self.generate, prompt, max_tokens=max_tokens, ignore_eos=True)
+            for prompt in prompts
+        )
+        return list(await asyncio.gather(*each))
 
     def held(self) -> dict[str, tuple[int, int]]:
         """Per live worker: (blocks held, leases) where either is not zero."""

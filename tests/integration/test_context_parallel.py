@@ -1,6 +1,5 @@
 """Prefillers whose ranks share the rows of a prompt, in the service: the tokens of one process."""
 
-import asyncio
 import os
 import signal
 from collections.abc import Iterator
@@ -10,12 +9,10 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
-from transformers import LlamaForCausalLM
 
 from engine.parallel_config import ParallelConfig
 from kvtransfer.tiers.config import TierConfig
-from tests.integration.alone import greedy_alone
+from tests.integration.alone import assert_prompt_logprobs, greedy_alone
 from tests.integration.service import Service, wait_until
 from tests.integration.test_data_parallel import write_tiny_experts
 
@@ -40,17 +37,12 @@ def service(tiny_model: Path) -> Iterator[Service]:
         yield service
 
 
-async def _generate_all(service: Service) -> list[list[int]]:
-    def generate(prompt: list[int]) -> list[int]:
-        return service.generate(prompt, max_tokens=_NUM_TOKENS, ignore_eos=True)
-
-    return list(await asyncio.gather(*(asyncio.to_thread(generate, p) for p in _PROMPTS)))
-
-
 async def test_tokens_are_those_of_one_process(service: Service, tiny_model: Path) -> None:
     expected = greedy_alone(tiny_model, _PROMPTS, _NUM_TOKENS)
-    assert await _generate_all(service) == expected
-    assert await _generate_all(service) == expected, "a warm prefix cache changed tokens"
+    assert await service.generate_all(_PROMPTS, _NUM_TOKENS) == expected
+    assert await service.generate_all(_PROMPTS, _NUM_TOKENS) == expected, (
+        "a warm prefix cache changed tokens"
+    )
     (prefiller,), (decoder,) = service.of_role("prefiller"), service.of_role("decoder")
     assert sum(t.num_failures for t in decoder.stats().transfers) == 0
     sent = {c.rank: c.num_bytes for c in prefiller.stats().collectives if c.kind == "cp.all_gather"}
@@ -60,13 +52,7 @@ async def test_tokens_are_those_of_one_process(service: Service, tiny_model: Pat
 
 
 def test_every_row_of_a_prompt_can_be_asked_for(service: Service, tiny_model: Path) -> None:
-    options = {"echo": True, "logprobs": 1, "max_tokens": 1, "ignore_eos": True}
-    found = service.complete(_PROMPTS[4], **options)["choices"][0]["logprobs"]["token_logprobs"]
-    prompt = torch.tensor(_PROMPTS[4])
-    with torch.inference_mode():
-        logits = LlamaForCausalLM.from_pretrained(tiny_model)(prompt[None]).logits[0]
-    expected = logits.log_softmax(dim=-1)[:-1].gather(1, prompt[1:, None])[:, 0].tolist()
-    assert found[1:-1] == pytest.approx(expected, abs=1e-3)
+    assert_prompt_logprobs(service, tiny_model, _PROMPTS[4])
 
 
 def test_a_killed_rank_takes_its_prefiller_down_and_no_request(
@@ -104,7 +90,7 @@ async def test_tokens_of_a_mixture_of_experts_are_those_of_one_process(
     model = write_tiny_experts(tmp_path, tiny_model)
     expected = greedy_alone(model, _PROMPTS, _NUM_TOKENS)
     with Service(model, prefiller=_over(**prefiller), decoder=_over(**decoder)) as service:
-        assert await _generate_all(service) == expected
+        assert await service.generate_all(_PROMPTS, _NUM_TOKENS) == expected
         service.assert_idle()
 
 

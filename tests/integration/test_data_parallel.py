@@ -80,23 +80,16 @@ def service(experts: Path) -> Iterator[Service]:
         yield service
 
 
-async def _generate_all(service: Service, prompts: list[list[int]]) -> list[list[int]]:
-    def generate(prompt: list[int]) -> list[int]:
-        return service.generate(prompt, max_tokens=_NUM_TOKENS, ignore_eos=True)
-
-    return list(await asyncio.gather(*(asyncio.to_thread(generate, p) for p in prompts)))
-
-
 async def test_tokens_of_data_parallel_roles_that_differ_are_those_of_one_process(
     service: Service, experts: Path
 ) -> None:
     expected = greedy_alone(experts, _PROMPTS, _NUM_TOKENS)
     (decoder,) = service.of_role("decoder")
     # Alone: the other data-parallel rank has dummy rows, in every step.
-    assert (await _generate_all(service, _PROMPTS[3:4])) == expected[3:4]
+    assert await service.generate_all(_PROMPTS[3:4], _NUM_TOKENS) == expected[3:4]
     idle = decoder.stats()
     assert [p.num_dummy_steps for p in idle.pools] == [0, idle.num_steps]
-    assert (await _generate_all(service, _PROMPTS)) == expected
+    assert await service.generate_all(_PROMPTS, _NUM_TOKENS) == expected
     both = decoder.stats()
     num_exchanges = max(c.num_calls for c in both.collectives if c.kind == "ep.all_to_all")
     assert num_exchanges > 2 * 3 * both.num_steps, "no step was computed in halves"
@@ -147,8 +140,9 @@ async def test_tokens_of_other_spreads_are_those_of_one_process(
     with Service(
         experts, prefiller=roles[0], decoder=roles[1], proxy={"local_prefill_tokens": 8}
     ) as service:
-        assert (await _generate_all(service, _PROMPTS)) == expected
-        assert (await _generate_all(service, _PROMPTS)) == expected, "a warm prefix cache"
+        assert await service.generate_all(_PROMPTS, _NUM_TOKENS) == expected
+        again = await service.generate_all(_PROMPTS, _NUM_TOKENS)
+        assert again == expected, "a warm prefix cache"
         service.assert_idle()
 
 
@@ -166,7 +160,7 @@ async def test_tokens_are_the_same_while_experts_move_and_drafts_are_verified(
         proxy={"local_prefill_tokens": 8},
     ) as service:
         for _ in range(4):
-            assert (await _generate_all(service, _PROMPTS)) == expected
+            assert await service.generate_all(_PROMPTS, _NUM_TOKENS) == expected
         (decoder,) = service.of_role("decoder")
         stats = decoder.stats()
         assert stats.num_moved_experts

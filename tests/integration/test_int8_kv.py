@@ -1,6 +1,5 @@
 """Int8 KV in the service: the tokens of one process, resharded, in chunks, through preemption."""
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,6 @@ def expected(tiny_model: Path) -> list[list[int]]:
     return greedy_alone(tiny_model, _PROMPTS, _NUM_TOKENS, cache_dtype="int8")
 
 
-def _generate(service: Service, prompt: list[int]) -> list[int]:
-    return service.generate(prompt, max_tokens=_NUM_TOKENS, ignore_eos=True)
-
-
-async def _generate_all(service: Service) -> list[list[int]]:
-    return list(await asyncio.gather(*(asyncio.to_thread(_generate, service, p) for p in _PROMPTS)))
-
-
 @pytest.mark.parametrize(
     ("worker", "decoder"),
     [
@@ -49,8 +40,10 @@ async def test_disaggregated_tokens_are_those_of_one_process(
         decoder=decoder,
         proxy={"local_prefill_tokens": 8},
     ) as service:
-        assert await _generate_all(service) == expected
-        assert await _generate_all(service) == expected, "a warm prefix cache changed tokens"
+        assert await service.generate_all(_PROMPTS, _NUM_TOKENS) == expected
+        assert await service.generate_all(_PROMPTS, _NUM_TOKENS) == expected, (
+            "a warm prefix cache changed tokens"
+        )
         (prefiller,) = service.of_role("prefiller")
         stats = prefiller.stats()
         assert sum(peer.num_transfers for peer in stats.transfers) >= 5

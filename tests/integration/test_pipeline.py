@@ -1,6 +1,5 @@
 """Prefillers whose layers are in stages, in the service: tokens of one process, one life."""
 
-import asyncio
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -10,11 +9,9 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-import torch
-from transformers import LlamaForCausalLM
 
 from engine.parallel_config import ParallelConfig
-from tests.integration.alone import greedy_alone
+from tests.integration.alone import assert_prompt_logprobs, greedy_alone
 from tests.integration.service import Service, wait_until
 
 pytestmark = pytest.mark.multiprocess
@@ -32,10 +29,6 @@ def expected(tiny_model: Path) -> list[list[int]]:
 
 def _generate(service: Service, prompt: list[int]) -> list[int]:
     return service.generate(prompt, max_tokens=_NUM_TOKENS, ignore_eos=True)
-
-
-async def _generate_all(service: Service) -> list[list[int]]:
-    return list(await asyncio.gather(*(asyncio.to_thread(_generate, service, p) for p in _PROMPTS)))
 
 
 def test_a_stage_that_dies_takes_its_engine_down_and_no_request(
@@ -77,24 +70,15 @@ async def test_stages_of_two_ranks_write_every_layer_of_a_decoder_of_two(
         decoder={"parallel": ParallelConfig(tp_size=2)},
         proxy={"local_prefill_tokens": 8},
     ) as service:
-        assert await _generate_all(service) == expected
-        assert await _generate_all(service) == expected, "a warm prefix cache changed tokens"
+        assert await service.generate_all(_PROMPTS, _NUM_TOKENS) == expected
+        assert await service.generate_all(_PROMPTS, _NUM_TOKENS) == expected, (
+            "a warm prefix cache changed tokens"
+        )
         (prefiller,) = service.of_role("prefiller")
         stats = prefiller.stats()
         calls = {(c.rank, c.kind): c.num_calls for c in stats.collectives}
         assert calls[0, "pp.send"] == calls[2, "pp.receive"] == stats.num_steps
         assert len(stats.rank_busy_s) == 4
         assert min(stats.rank_busy_s) > 0
-        _assert_prompt_logprobs(service, tiny_model)
+        assert_prompt_logprobs(service, tiny_model, _PROMPTS[3])
         service.assert_idle()
-
-
-def _assert_prompt_logprobs(service: Service, model: Path) -> None:
-    """Those of transformers: every row of the prompt comes back from the last stage."""
-    options = {"echo": True, "logprobs": 1, "max_tokens": 1, "ignore_eos": True}
-    found = service.complete(_PROMPTS[3], **options)["choices"][0]["logprobs"]["token_logprobs"]
-    prompt = torch.tensor(_PROMPTS[3])
-    with torch.inference_mode():
-        logits = LlamaForCausalLM.from_pretrained(model)(prompt[None]).logits[0]
-    expected = logits.log_softmax(dim=-1)[:-1].gather(1, prompt[1:, None])[:, 0].tolist()
-    assert found[1:-1] == pytest.approx(expected, abs=1e-3)

@@ -1,6 +1,5 @@
 """Engines of several ranks in the service: the tokens of one process, one life for all ranks."""
 
-import asyncio
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -29,10 +28,6 @@ def _generate(service: Service, prompt: list[int]) -> list[int]:
     return service.generate(prompt, max_tokens=_NUM_TOKENS, ignore_eos=True)
 
 
-async def _generate_all(service: Service) -> list[list[int]]:
-    return list(await asyncio.gather(*(asyncio.to_thread(_generate, service, p) for p in _PROMPTS)))
-
-
 def _tp(size: int) -> dict[str, ParallelConfig]:
     return {"parallel": ParallelConfig(tp_size=size)}
 
@@ -55,8 +50,10 @@ async def test_tokens_are_those_of_one_process(
         decoder=_tp(decoder_tp),
         proxy={"local_prefill_tokens": 8},
     ) as service:
-        assert await _generate_all(service) == expected
-        assert await _generate_all(service) == expected, "a warm prefix cache changed tokens"
+        assert await service.generate_all(_PROMPTS, _NUM_TOKENS) == expected
+        assert await service.generate_all(_PROMPTS, _NUM_TOKENS) == expected, (
+            "a warm prefix cache changed tokens"
+        )
         (decoder,) = service.of_role("decoder")
         stats = decoder.stats()
         assert stats.num_graph_replays > _NUM_TOKENS
