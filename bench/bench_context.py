@@ -33,7 +33,7 @@ from engine.models import build_model
 from engine.parallel import Parallel, join, leave
 from engine.parallel_config import ParallelConfig
 from engine.request import Request, SamplingParams
-from engine.scheduler import ScheduledRequest
+from engine.scheduler_output import ScheduledRequest
 from kernels.ops import select_ops
 
 BLOCK_SIZE, VOCAB_SIZE = 32, 256

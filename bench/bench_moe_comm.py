@@ -35,7 +35,7 @@ from engine.models.decoder import DecoderForCausalLM
 from engine.parallel import Parallel, join, leave
 from engine.parallel_config import MoEComm, ParallelConfig
 from engine.request import Request, SamplingParams
-from engine.scheduler import ScheduledRequest
+from engine.scheduler_output import ScheduledRequest
 from kernels.ops import select_ops
 
 COMMS: Sequence[MoEComm] = ("allreduce", "zero_redundancy", "allgather")

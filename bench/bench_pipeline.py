@@ -28,7 +28,7 @@ from engine.models.decoder import DecoderForCausalLM
 from engine.parallel import Parallel, join, leave
 from engine.parallel_config import ParallelConfig
 from engine.request import Request, SamplingParams
-from engine.scheduler import ScheduledRequest
+from engine.scheduler_output import ScheduledRequest
 from engine.stage_link import Arriving
 from engine.stages import stage_of
 from engine.weights import load_model_config

@@ -23,7 +23,7 @@ from engine.kv_layout import kv_layout, poisoned_caches
 from engine.models import build_model
 from engine.request import Request, SamplingParams
 from engine.runner import Runner
-from engine.scheduler import ScheduledRequest
+from engine.scheduler_output import ScheduledRequest
 from engine.weights import load_model_config, load_weights
 from kernels.ops import select_ops
 from pdserve.models import resolve_model

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 
 from engine.prefix_tiers import TierEvent
 from engine.request import Request, RequestKey, RequestState
-from engine.scheduler import QueueFull, ScheduledRequest
+from engine.scheduler import QueueFull
+from engine.scheduler_output import ScheduledRequest
 from engine.worker.assembly import Engine, Pool
 from engine.worker.balance import Load
 from engine.worker.convert import key_to_proto

@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.errors import UnsupportedModel, WeightsError
 from engine.layers.low_rank import AdapterRows
 from engine.rank_adapters import AdapterWeights, LowRank, RankAdapters
-from engine.scheduler import ScheduledRequest
+from engine.scheduler_output import ScheduledRequest
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."

@@ -25,7 +25,8 @@ from engine.penalties import is_penalised
 from engine.request import Request
 from engine.runner import Runner
 from engine.sampling import Draws, Sampler
-from engine.scheduler import ScheduledRequest, Scheduler
+from engine.scheduler import Scheduler
+from engine.scheduler_output import ScheduledRequest
 from engine.speculation import SampledTokens
 from kernels.device_queue import DeviceQueue, Pending
 from kernels.ops import Ops

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.block_table import BlockTable, GrowableArray, Int32s, MakeInts, plain_ints
 from engine.request import Request
-from engine.scheduler import ScheduledRequest
+from engine.scheduler_output import ScheduledRequest
 from kernels.device_queue import DeviceQueue
 from kernels.kv_cache import KVCache
 

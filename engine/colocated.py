@@ -11,7 +11,8 @@ from engine.models import CausalLM
 from engine.pipeline import Pipeline
 from engine.request import Request
 from engine.runner import ForwardMemory, MakeForward, Runner
-from engine.scheduler import ScheduledRequest, Scheduler, SchedulerConfig
+from engine.scheduler import Scheduler, SchedulerConfig
+from engine.scheduler_output import ScheduledRequest
 from engine.speculation import (
     DraftCounters,
     Drafter,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from engine.ahead import AheadSteps
-from engine.scheduler import ScheduledRequest
+from engine.scheduler_output import ScheduledRequest
 
 R = TypeVar("R")
 

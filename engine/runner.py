@@ -17,7 +17,7 @@ from engine.logprobs import TokenLogprobs, top_logprobs
 from engine.models import CausalLM
 from engine.parallel import Parallel
 from engine.request import Request
-from engine.scheduler import ScheduledRequest
+from engine.scheduler_output import ScheduledRequest
 from kernels.device_queue import DeviceQueue
 from kernels.kv_cache import KVCache
 from kernels.ops import Ops

@@ -16,15 +16,11 @@ A step may be scheduled ahead, while the one before it runs and its tokens are u
 
     begin(step n) ... schedule_ahead() -> step n + 1, begin(it), conclude(step n, its tokens) ...
 
-Each request counts what steps under way compute and sample for it. Blocks that such a step may
-write to go back to the pool when it is over, not before.
-
 Owned by one engine loop thread.
 """
 
-from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated
 
 from annotated_types import Ge
@@ -33,6 +29,8 @@ from engine.block_manager import BlockManager
 from engine.errors import EngineError
 from engine.request import FinishReason, Request, RequestKey, RequestState
 from engine.request_queue import RequestQueue
+from engine.scheduler_output import ScheduledRequest, SchedulerOutput
+from engine.steps_under_way import StepsUnderWay
 
 _OVER = frozenset({RequestState.FINISHED, RequestState.ABORTED, RequestState.FAILED})
 
@@ -68,48 +66,6 @@ class SchedulerConfig:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRequest:
-    """A request and how many of its tokens the next step computes."""
-
-    request: Request
-    num_tokens: int
-    """Drafts included."""
-    num_drafts: int = 0
-    start: int = field(init=False)
-    """Index of the first one, steps under way being over by then."""
-    samples: bool = field(init=False)
-    """Whether the step reaches the last token and samples the next."""
-    num_unknown: int = field(init=False)
-    """Of the tokens, the last ones that a step under way is still to sample."""
-
-    def __post_init__(self) -> None:
-        request = self.request
-        start = request.num_computed_tokens + request.num_running_tokens
-        object.__setattr__(self, "start", start)
-        known = request.num_tokens + request.num_running_samples
-        object.__setattr__(self, "samples", self.stop == known)
-        object.__setattr__(self, "num_unknown", max(0, self.stop - request.num_tokens))
-
-    @property
-    def stop(self) -> int:
-        """Index after the last token that the step computes, drafts apart."""
-        return self.start + self.num_tokens - self.num_drafts
-
-    @property
-    def draft_token_ids(self) -> list[int]:
-        """The drafts that the step computes."""
-        return self.request.draft_token_ids[: self.num_drafts]
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerOutput:
-    """One step: what to run, and which requests lost their blocks to make that possible."""
-
-    scheduled: list[ScheduledRequest]
-    preempted: list[Request]
-
-
 class Scheduler:
     """Continuous batching with chunked prefill, priorities and preemption by recomputation."""
 
@@ -132,13 +88,9 @@ class Scheduler:
         self._reserved = RequestQueue()
         self._waiting = RequestQueue()
         self._preempted: set[RequestKey] = set()
-        self._under_way: set[RequestKey] = set()
+        self._under_way = StepsUnderWay(block_manager)
         self._next_order = 0
         self._front_order = 0
-        self._num_begun = 0
-        self._num_concluded = 0
-        # (number of the last step that may write there, blocks)
-        self._held_back: deque[tuple[int, list[int]]] = deque()
 
     @property
     def num_running(self) -> int:
@@ -245,7 +197,7 @@ class Scheduler:
         """
         self._seat_arrived()
         preempted = self._grow_running()
-        running = [r for r in self._running if r.key not in self._under_way]
+        running = [r for r in self._running if not self._under_way.rests(r)]
         # NOTE: not after a preemption, or the victim would take its blocks back at once.
         scheduled = self._choose(running, may_admit=not preempted)
         return SchedulerOutput(scheduled, preempted)
@@ -266,10 +218,7 @@ class Scheduler:
 
     def begin(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """A step starts whose tokens come later, by `conclude`; there may be one before it."""
-        self._num_begun += 1
-        for entry in scheduled:
-            entry.request.num_running_tokens += entry.num_tokens
-            entry.request.num_running_samples += entry.samples
+        self._under_way.begin(scheduled)
 
     def conclude(
         self, scheduled: Sequence[ScheduledRequest], token_ids: Sequence[int]
@@ -278,15 +227,8 @@ class Scheduler:
 
         Whether each entry counts: results for a request that is over by now are dropped.
         """
-        self._num_concluded += 1
-        while self._held_back and self._held_back[0][0] <= self._num_concluded:
-            self.block_manager.release_quarantined(self._held_back.popleft()[1])
-        counts = []
-        for entry in scheduled:
-            request = entry.request
-            request.num_running_tokens -= entry.num_tokens
-            request.num_running_samples -= entry.samples
-            counts.append(self._requests.get(request.key) is request)
+        self._under_way.conclude(scheduled)
+        counts = [self._requests.get(entry.request.key) is entry.request for entry in scheduled]
         self.update(scheduled, token_ids)
         return counts
 
@@ -294,12 +236,7 @@ class Scheduler:
         """Record a step of a pipeline that was begun, without drafts: what comes next is computed
         after it on every rank. Requests that sample rest until `update`, with their entries alone.
         """
-        for entry in scheduled:
-            if entry.samples:
-                self._under_way.add(entry.request.key)
-            else:
-                entry.request.num_computed_tokens += entry.num_tokens
-                self.block_manager.register_computed(entry.request)
+        self._under_way.launch(scheduled)
 
     def update(self, scheduled: Sequence[ScheduledRequest], token_ids: Sequence[int]) -> None:
         """Record a step that ran; `token_ids` has one token per entry that `samples`, in order.
@@ -313,7 +250,7 @@ class Scheduler:
             token_id = next(sampled) if entry.samples else None
             if self._requests.get(request.key) is not request or request not in self._running:
                 continue
-            self._under_way.discard(request.key)
+            self._under_way.end(request)
             request.num_computed_tokens += entry.num_tokens - entry.num_drafts
             self.block_manager.register_computed(request)
             if token_id is not None:
@@ -330,7 +267,7 @@ class Scheduler:
     def remove(self, request: Request) -> None:
         """Take the request out, wherever it is, and free its blocks; ABORTED unless it is over."""
         self._forget(request)
-        self._free_blocks(request)
+        self._under_way.free_blocks(request)
         if request.state not in _OVER:
             request.state = RequestState.ABORTED
 
@@ -352,7 +289,7 @@ class Scheduler:
             return
         del self._requests[request.key]
         self._preempted.discard(request.key)
-        self._under_way.discard(request.key)
+        self._under_way.end(request)
         for queue in (self._running, self._arrived, self._reserved, self._waiting):
             if queue.remove(request):
                 return
@@ -482,15 +419,7 @@ class Scheduler:
             return
         self._forget(request)
         if not self._hold_finished:
-            self._free_blocks(request)
-
-    def _free_blocks(self, request: Request) -> None:
-        """Those that a step under way may write to come back when it is over."""
-        if request.num_running_tokens and request.block_ids:
-            blocks = self.block_manager.quarantine(request)
-            self._held_back.append((self._num_begun, blocks))
-        else:
-            self.block_manager.free(request)
+            self._under_way.free_blocks(request)
 
     def _finish_reason(self, request: Request, token_id: int) -> FinishReason | None:
         sampling = request.sampling

@@ -27,7 +27,8 @@ from engine.layers.attention import OnLayer
 from engine.logprobs import TokenLogprobs
 from engine.request import Request
 from engine.sampling import Sampler
-from engine.scheduler import ScheduledRequest, Scheduler
+from engine.scheduler import Scheduler
+from engine.scheduler_output import ScheduledRequest
 
 Masks = Callable[[Sequence[Request]], TokenMasks | None]
 """The grammars' masks for the next token of the requests."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from engine.prefix_tiers import TierEvent
 from engine.request import Request, RequestKey
-from engine.scheduler import ScheduledRequest
+from engine.scheduler_output import ScheduledRequest
 from engine.worker.assembly import Engine
 from engine.worker.balance import least_loaded
 from engine.worker.convert import key_from_proto

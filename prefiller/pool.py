@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from engine.prefix_tiers import TierEvent
 from engine.request import Request, RequestKey
-from engine.scheduler import QueueFull, ScheduledRequest
+from engine.scheduler import QueueFull
+from engine.scheduler_output import ScheduledRequest
 from engine.worker.assembly import Engine, Pool
 from engine.worker.balance import Load
 from engine.worker.kv_ranks import EngineSender, EngineTransfer

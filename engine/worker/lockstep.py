@@ -27,7 +27,7 @@ from engine.runner import (
     prompt_logprobs,
     to_sample,
 )
-from engine.scheduler import ScheduledRequest
+from engine.scheduler_output import ScheduledRequest
 from engine.worker.leading_model import LeadingModel, forward_to_proto
 from kernels.kv_cache import KVCache
 from kernels.ops import Ops

@@ -8,7 +8,7 @@ from engine.ahead import AheadSteps
 from engine.grammar import Grammars
 from engine.request import Request, RequestKey
 from engine.runner import RunnerOutput
-from engine.scheduler import ScheduledRequest
+from engine.scheduler_output import ScheduledRequest
 from engine.speculation import Drafter, SampledTokens, Verifier, rows_before, rows_kept
 from engine.worker.convert import logprobs_to_proto, output_to_proto
 from engine.worker.cores import CoreShares

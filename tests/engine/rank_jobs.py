@@ -26,7 +26,7 @@ from engine.models import CausalLM, build_model
 from engine.parallel import Parallel
 from engine.rank_adapters import RankAdapters
 from engine.request import Request
-from engine.scheduler import ScheduledRequest
+from engine.scheduler_output import ScheduledRequest
 from engine.weights import load_model_config, load_weights
 from kernels.kv_cache import tensors_of
 from kernels.ops import select_ops

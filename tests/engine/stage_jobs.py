@@ -9,7 +9,7 @@ from torch import Tensor
 from engine.batch import BatchBuilder
 from engine.models import CausalLM
 from engine.parallel import Parallel
-from engine.scheduler import ScheduledRequest
+from engine.scheduler_output import ScheduledRequest
 from engine.stage_link import Arriving
 from engine.stages import stage_of
 from kernels.ops import select_ops

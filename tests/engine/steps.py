@@ -14,7 +14,7 @@ from engine.kv_layout import kv_layout, poisoned_caches
 from engine.models import CausalLM, build_model
 from engine.parallel import Parallel
 from engine.request import Request, SamplingParams
-from engine.scheduler import ScheduledRequest
+from engine.scheduler_output import ScheduledRequest
 from engine.weights import load_model_config, load_weights
 from kernels.ops import Ops
 

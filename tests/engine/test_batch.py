@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.batch import BatchBuilder
-from engine.scheduler import ScheduledRequest
+from engine.scheduler_output import ScheduledRequest
 from tests.engine.tiny import make_request
 
 BLOCK_SIZE = 4

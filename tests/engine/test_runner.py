@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from engine.runner import Runner
-from engine.scheduler import ScheduledRequest
+from engine.scheduler_output import ScheduledRequest
 from kernels.ops import Ops
 from tests.engine.tiny import (
     PoisonedCache,

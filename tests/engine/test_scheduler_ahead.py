@@ -10,7 +10,8 @@ from hypothesis.stateful import invariant
 
 from engine.pipeline import Pipeline
 from engine.request import Request, RequestState
-from engine.scheduler import ScheduledRequest, Scheduler
+from engine.scheduler import Scheduler
+from engine.scheduler_output import ScheduledRequest
 from tests.engine.scheduling import next_token
 from tests.engine.test_scheduler_any_order import EngineMachine
 

@@ -9,7 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from engine.block_manager import BlockManager
 from engine.request import Request, RequestState, SamplingParams
-from engine.scheduler import QueueFull, ScheduledRequest, Scheduler, SchedulerConfig
+from engine.scheduler import QueueFull, Scheduler, SchedulerConfig
+from engine.scheduler_output import ScheduledRequest
 from tests.engine.scheduling import expected_tokens, make_request, make_scheduler, next_token, step
 
 

@@ -1,7 +1,8 @@
 """Steps of a pipeline begin before those ahead of them have ended."""
 
 from engine.request import RequestState
-from engine.scheduler import ScheduledRequest, Scheduler
+from engine.scheduler import Scheduler
+from engine.scheduler_output import ScheduledRequest
 from tests.engine.scheduling import make_request, make_scheduler
 
 

@@ -15,7 +15,7 @@ from engine.batch import BatchBuilder
 from engine.kv_layout import kv_layout
 from engine.models import CausalLM
 from engine.parallel import Parallel
-from engine.scheduler import ScheduledRequest
+from engine.scheduler_output import ScheduledRequest
 from kernels.ops import select_ops
 from kvtransfer.connector import BlockCopy, KVArrived, Sender, Transfer, TransferResult
 from kvtransfer.layout import KVLayout

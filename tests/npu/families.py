@@ -12,7 +12,7 @@ from engine.kv_layout import kv_layout, poisoned_caches
 from engine.layers.layer import named_weights, pack_weights
 from engine.models import CausalLM, build_model
 from engine.request import Request, SamplingParams
-from engine.scheduler import ScheduledRequest
+from engine.scheduler_output import ScheduledRequest
 from kernels.ops import Ops
 
 BLOCK_SIZE = 128

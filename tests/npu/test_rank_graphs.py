@@ -15,7 +15,7 @@ from engine.batch import Batch, BatchBuilder
 from engine.collectives import SingleGroup
 from engine.parallel_config import ParallelConfig
 from engine.runner import ForwardMemory
-from engine.scheduler import ScheduledRequest
+from engine.scheduler_output import ScheduledRequest
 from engine.step_plan import plan_step
 from kernels.npu import NpuOps
 from kernels.reference import ReferenceOps

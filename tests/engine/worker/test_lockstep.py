@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.request import Request, SamplingParams
 from engine.runner import EagerForward
-from engine.scheduler import ScheduledRequest
+from engine.scheduler_output import ScheduledRequest
 from engine.worker.leading_model import ints_from_bytes
 from engine.worker.lockstep import Lockstep
 from kernels.ops import select_ops
