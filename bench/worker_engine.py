@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from decoder.graph import graph_forward
+from engine.async_scheduling import AsyncScheduling
 from engine.batch import Batch
 from engine.config import ModelConfig
 from engine.layers.attention import OnLayer
 from engine.models import CausalLM
-from engine.pipeline import Pipeline
 from engine.request import Request, SamplingParams
 from engine.runner import ForwardMemory, GraphForward, MakeForward
 from engine.weights import load_model_config
@@ -226,12 +226,12 @@ class BenchEngine:
         steps, scheduler = self.engine.steps, self.engine.pools[0].scheduler
         ahead = steps.ahead
         assert ahead is not None, "async_scheduling is off"
-        pipeline = Pipeline(
+        async_scheduling = AsyncScheduling(
             ahead, steps, lambda: scheduler.schedule().scheduled, scheduler.schedule_ahead
         )
         model_s, started_s = self._watch.total_s, time.perf_counter()
         while scheduler.has_work or ahead.num_under_way:
-            emitted = pipeline.step()
+            emitted = async_scheduling.step()
             for _, message in group_by_session(emitted or [], lambda key: 1):
                 message.SerializeToString()
             if emitted:

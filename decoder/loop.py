@@ -2,7 +2,7 @@
 
     Reserve --the least loaded data-parallel rank--> DecodePool of that rank
     step: events --> schedule every pool --> one forward pass of all ranks --> tokens
-          with async_scheduling, tokens are those of the step before; see engine.pipeline
+          with async_scheduling, tokens are those of the step before; see engine.async_scheduling
 
 One thread owns everything. Other threads put events into the inbox; answers leave through the
 outbox. While no pool has anything to compute, no rank does anything.
@@ -12,7 +12,7 @@ import logging
 from collections.abc import Sequence
 
 from decoder.pool import DecodePool
-from engine.pipeline import Pipeline
+from engine.async_scheduling import AsyncScheduling
 from engine.prefix_tiers import TierEvent
 from engine.request import Request, RequestKey
 from engine.worker.assembly import Engine
@@ -45,10 +45,10 @@ class DecodeLoop:
         """pools: by data-parallel rank."""
         self._pools = pools
         self._steps = engine.steps
-        self._pipeline: Pipeline[Emitted] | None = None
+        self._async_scheduling: AsyncScheduling[Emitted] | None = None
         if self._steps.ahead is not None:
             own = pools[0]
-            self._pipeline = Pipeline(
+            self._async_scheduling = AsyncScheduling(
                 self._steps.ahead, self._steps, own.schedule, own.schedule_ahead
             )
         self._counters = engine.counters
@@ -92,8 +92,8 @@ class DecodeLoop:
 
     def _run_step(self) -> list[Emitted] | None:
         """What a step gave, one that was launched before perhaps; None: there is none to run."""
-        if self._pipeline is not None:
-            return self._pipeline.step()
+        if self._async_scheduling is not None:
+            return self._async_scheduling.step()
         scheduled = [pool.schedule() for pool in self._pools]
         return self._steps.run(scheduled) if any(scheduled) else None
 

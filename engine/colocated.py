@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 from engine.adapters import Adapters
 from engine.ahead import AheadSteps
+from engine.async_scheduling import AsyncScheduling
 from engine.block_manager import BlockManager
 from engine.device_draw import device_draw_of
 from engine.kv_layout import kv_layout, poisoned_caches
 from engine.models import CausalLM
-from engine.pipeline import Pipeline
 from engine.request import Request
 from engine.runner import ForwardMemory, MakeForward, Runner
 from engine.scheduler import Scheduler, SchedulerConfig
@@ -69,12 +69,12 @@ class ColocatedEngine:
         )
         self._drafter = None if make_drafter is None else make_drafter(self)
         self.ahead = None
-        self._pipeline = None
+        self._async_scheduling = None
         if async_scheduling:
             if self._drafter is not None:
                 raise ValueError("async_scheduling does not go with drafts")
             self.ahead = AheadSteps(self._runner, self.scheduler, ops.queue())
-            self._pipeline = Pipeline(
+            self._async_scheduling = AsyncScheduling(
                 self.ahead,
                 self,
                 lambda: self.scheduler.schedule().scheduled,
@@ -98,8 +98,8 @@ class ColocatedEngine:
 
     def step(self) -> None:
         """Schedule, run and sample once; with async_scheduling, of one step and the next."""
-        if self._pipeline is not None:
-            if self._pipeline.step() is None:
+        if self._async_scheduling is not None:
+            if self._async_scheduling.step() is None:
                 assert self.scheduler.num_waiting, "requests are left, but none can go on"
             return
         chosen = self.scheduler.schedule()
@@ -110,17 +110,17 @@ class ColocatedEngine:
             assert chosen.preempted, "requests are left, but none can go on"
 
     def launch(self, scheduled: Sequence[ScheduledRequest]) -> None:
-        """See `engine.pipeline.Steps`."""
+        """See `engine.async_scheduling.Steps`."""
         assert self.ahead is not None, "steps are launched by async_scheduling alone"
         self.ahead.launch(scheduled)
 
     def conclude(self) -> list[SampledTokens]:
-        """See `engine.pipeline.Steps`."""
+        """See `engine.async_scheduling.Steps`."""
         assert self.ahead is not None, "steps are launched by async_scheduling alone"
         return self.ahead.conclude()
 
     def run_one(self, scheduled: Sequence[ScheduledRequest]) -> list[SampledTokens]:
-        """See `engine.pipeline.Steps`."""
+        """See `engine.async_scheduling.Steps`."""
         output = self._runner.run(scheduled)
         before = rows_before(scheduled)
         sampled = self._verifier.run(scheduled, output.logits)

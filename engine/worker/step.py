@@ -98,11 +98,11 @@ class StepRunner:
         return emitted
 
     def run_one(self, scheduled: Sequence[ScheduledRequest]) -> list[Emitted]:
-        """See `engine.pipeline.Steps`."""
+        """See `engine.async_scheduling.Steps`."""
         return self.run([scheduled])
 
     def launch(self, scheduled: Sequence[ScheduledRequest]) -> None:
-        """See `engine.pipeline.Steps`."""
+        """See `engine.async_scheduling.Steps`."""
         assert self.ahead is not None, "steps run in turn"
         assert self._model is not None, "they run in a model of one rank"
         self._take_cores()
@@ -111,7 +111,7 @@ class StepRunner:
         self.ahead.launch(scheduled)
 
     def conclude(self) -> list[Emitted]:
-        """See `engine.pipeline.Steps`."""
+        """See `engine.async_scheduling.Steps`."""
         assert self.ahead is not None, "steps run in turn"
         return self._emit(self.ahead.conclude())
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import invariant
 
-from engine.pipeline import Pipeline
+from engine.async_scheduling import AsyncScheduling
 from engine.request import Request, RequestState
 from engine.scheduler import Scheduler
 from engine.scheduler_output import ScheduledRequest
@@ -91,7 +91,7 @@ class AheadMachine(EngineMachine):
         super().__init__()
         self.scheduler = Scheduler(self.config, self.blocks, eos_token_ids=ENDS)
         self.device = LateDevice(self)
-        self.pipeline = Pipeline(
+        self.async_scheduling = AsyncScheduling(
             self.device,  # type: ignore[arg-type]
             self.device,
             lambda: self.scheduler.schedule().scheduled,
@@ -99,7 +99,7 @@ class AheadMachine(EngineMachine):
         )
 
     def _step(self) -> None:
-        self.pipeline.step()
+        self.async_scheduling.step()
         assert self.device.num_under_way <= 1
         for request in [r for r in self.live if r.state is RequestState.FINISHED]:
             self.live.remove(request)

@@ -30,7 +30,7 @@ class Steps(Protocol[R]):
         ...
 
 
-class Pipeline(Generic[R]):
+class AsyncScheduling(Generic[R]):
     """See the module's docstring; belongs to the loop's thread."""
 
     def __init__(
