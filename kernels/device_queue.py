@@ -11,6 +11,11 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+Deadline = Callable[[], float]
+"""By when something has to be done, on time.monotonic(); it may come closer meanwhile."""
+Wait = Callable[[Deadline], bool]
+"""Wait, on any thread, until the device has done something; False: the deadline passed before."""
+
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
@@ -53,8 +58,9 @@ class DeviceQueue(Protocol):
         ...
 
 
-def nothing_to_wait_for() -> None:
+def nothing_to_wait_for(deadline: Deadline) -> bool:
     """What `Ops.mark` gives where calls return when they are done."""
+    return True
 
 
 class ThreadQueue:

@@ -7,7 +7,7 @@ kernels/ascend; docs/npu.md says how all of it is checked without an NPU.
 
 import importlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -36,6 +36,7 @@ from kernels.ascend.options import DEFAULT_OPTIONS, NpuOptions
 from kernels.ascend.prolog import NpuLatentProlog
 from kernels.ascend.queue import StreamQueue, mark
 from kernels.ascend.streams import prefetch
+from kernels.device_queue import Wait
 from kernels.experts import (
     ExchangeGroup,
     ExchangeSizes,
@@ -446,7 +447,7 @@ class NpuOps:
         """See `Ops.queue`."""
         return StreamQueue(torch_npu.npu, self.device)
 
-    def mark(self) -> Callable[[], None]:
+    def mark(self) -> Wait:
         """See `Ops.mark`."""
         return mark(torch_npu.npu)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.ascend.options import DEFAULT_OPTIONS, NpuOptions
 from kernels.cpu.build import BuildError
 from kernels.cpu.ops import load
-from kernels.device_queue import DeviceQueue
+from kernels.device_queue import DeviceQueue, Wait
 from kernels.experts import ExchangeGroup, ExchangeSizes, ExpertDispatch, GatedExperts
 from kernels.gating import Gating
 from kernels.kv_cache import KVCache
@@ -384,10 +384,8 @@ class Ops(Protocol):
         """A new queue of work for the device; the calling thread uses it."""
         ...
 
-    def mark(self) -> Callable[[], None]:
-        """What waits, on any thread, until the device has done all that the calling thread has
-        launched so far.
-        """
+    def mark(self) -> Wait:
+        """What waits until the device has done all that the calling thread has launched so far."""
         ...
 
     def set_lent_threads(self, flags: Sequence[int]) -> None:

@@ -1,6 +1,6 @@
 """The specification of every op in plain PyTorch: obviously right, on any device, not fast."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels import mla
-from kernels.device_queue import ThreadQueue, nothing_to_wait_for
+from kernels.device_queue import ThreadQueue, Wait, nothing_to_wait_for
 from kernels.experts import ExchangeGroup, ExchangeSizes, ExpertsByParts, GroupedProduct
 from kernels.gating import Gating
 from kernels.kv_cache import KVCache, read_blocks, write_rows
@@ -353,7 +353,7 @@ class ReferenceOps:
         """See `Ops.queue`."""
         return ThreadQueue()
 
-    def mark(self) -> Callable[[], None]:
+    def mark(self) -> Wait:
         """See `Ops.mark`: whatever was called has been done."""
         return nothing_to_wait_for
 

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from kernels.device_queue import Wait
 from kvtransfer.checksum import sum_checksums
 from kvtransfer.config import KVTransferConfig
 from kvtransfer.layout import KVLayout
@@ -26,8 +27,8 @@ class Push(NamedTuple):
 
     layer_idx: int
     copies: tuple[BlockCopy, ...]
-    wait_computed: Callable[[], None]
-    """Returns once the device has computed them."""
+    wait_computed: Wait
+    """Until the device has computed them."""
 
 
 class RankTransfer:
@@ -72,9 +73,7 @@ class RankTransfer:
         self._copies_per_push = max(1, config.max_batch_bytes // layer_bytes)
         self._pushed_layer_bytes = len(block_indices) * layer_bytes
 
-    def push(
-        self, layer_idx: int, blocks: Sequence[BlockCopy], wait_computed: Callable[[], None]
-    ) -> None:
+    def push(self, layer_idx: int, blocks: Sequence[BlockCopy], wait_computed: Wait) -> None:
         """Queue copies of one layer's blocks, see Transfer.push; wait_computed: see Push."""
         step = self._copies_per_push
         with self._lock:

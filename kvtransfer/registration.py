@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.device_queue import nothing_to_wait_for
+from kernels.device_queue import Wait, nothing_to_wait_for
 from kernels.kv_cache import KVCache, QuantizedCache
 from kvtransfer.layout import KVLayout
 from protos import worker_pb2
@@ -84,7 +84,7 @@ class KVMemory:
         fd: int | None,
         alignment: int = mmap.PAGESIZE,
         bind_thread: Callable[[], None] = lambda: None,
-        mark: Callable[[], Callable[[], None]] = lambda: nothing_to_wait_for,
+        mark: Callable[[], Wait] = lambda: nothing_to_wait_for,
     ) -> None:
         """storage: [num_bytes] uint8, starting at base_address; see allocate and on_device."""
         self.layout = layout
@@ -132,7 +132,7 @@ class KVMemory:
         num_blocks: int,
         device: torch.device,
         bind_thread: Callable[[], None],
-        mark: Callable[[], Callable[[], None]],
+        mark: Callable[[], Wait],
     ) -> "KVMemory":
         """Take memory of a device, every part aligned for registration with an Ascend transport.
 

@@ -5,12 +5,12 @@ reader.
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
 from kvtransfer.config import KVTransferConfig
-from kvtransfer.link import RequestKey, TransferResult
+from kvtransfer.link import BlockCopy, RequestKey, TransferResult
 from kvtransfer.rank_transfer import RankTransfer
 from kvtransfer.registration import KVMemory
 from kvtransfer.reshard import Placement, Resharding
@@ -128,6 +128,23 @@ class Sender:
             while not self._link(peer).add(part):
                 pass
         return transfer
+
+    def pusher(
+        self, pushes: Sequence[tuple[Transfer, Sequence[BlockCopy]]]
+    ) -> Callable[[int], None]:
+        """What pushes one layer's blocks of all the transfers of a step; see Transfer.push.
+
+        The device is asked once a layer how far it is, whatever the number of transfers.
+        """
+        pushes = [(transfer, copies) for transfer, copies in pushes if copies]
+
+        def push_layer(layer_idx: int) -> None:
+            if pushes:
+                wait_computed = self._memory.mark()
+                for transfer, copies in pushes:
+                    transfer.push(layer_idx, copies, wait_computed)
+
+        return push_layer
 
     def connect(self, target: worker_pb2.KVTarget) -> None:
         """Open the links to a reader ahead of the first transfer; return at once."""

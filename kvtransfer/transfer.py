@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Sequence
 
+from kernels.device_queue import Wait
 from kvtransfer.link import BlockCopy, RequestKey, TransferResult
 from kvtransfer.rank_transfer import RankTransfer
 
@@ -19,7 +20,7 @@ class Transfer:
         num_layers: int,
         block_indices: range,
         on_done: Callable[[TransferResult], None],
-        mark: Callable[[], Callable[[], None]],
+        mark: Callable[[], Wait],
     ):
         """mark: see KVMemory."""
         self.key = key
@@ -42,10 +43,13 @@ class Transfer:
         """Written so far, counted by the transport."""
         return sum(part.num_bytes for part in self._parts)
 
-    def push(self, layer_idx: int, blocks: Sequence[BlockCopy]) -> None:
+    def push(
+        self, layer_idx: int, blocks: Sequence[BlockCopy], wait_computed: Wait | None = None
+    ) -> None:
         """Queue copies of one layer's blocks; return at once. The calling thread must have launched
         what computes them, which is waited for elsewhere; they stay unchanged until on_done.
 
+        wait_computed: of a mark that was set since; None: one is set for this push.
         A block pushed again replaces what was pushed before. After an abort this does nothing.
         Raises: ValueError: no such layer, or a block that the reader did not ask for.
         """
@@ -56,7 +60,7 @@ class Transfer:
                 raise ValueError(
                     f"block_index is {block_index}, the reader takes {self.block_indices}"
                 )
-        wait_computed = self._mark()
+        wait_computed = wait_computed or self._mark()
         for part in self._parts:
             part.push(layer_idx, blocks, wait_computed)
 

@@ -353,18 +353,20 @@ class WriterLink:
         planner = self._planner
         assert planner is not None, "opened"
         plan_args = transfer.key, transfer.placement, batch
+        deadline = partial(transfer.write_deadline_s, start_s)
         try:
             # NOTE: a layer is pushed when its kernels are launched; they run while it is queued.
             self._writer.memory.bind_thread()
             for push in batch:
-                push.wait_computed()
+                if not push.wait_computed(deadline):
+                    raise TransferError(f"layer {push.layer_idx} was not computed in time")
             segments = planner.segments(*plan_args)
             checksums: list[int] = []
 
             def hash_batch() -> None:
                 checksums.extend(planner.checksums(*plan_args, self._checksum_every))
 
-            connection.write(segments, partial(transfer.write_deadline_s, start_s), hash_batch)
+            connection.write(segments, deadline, hash_batch)
             transfer.record_batch(batch, checksums, connection.num_bytes - before)
             self._report(transfer)
         except (TransferError, ValueError) as error:

@@ -126,7 +126,7 @@ class _Transfers:
 
     def pusher(self, pushes: list[ranks_pb2.Push]) -> Callable[[int], None] | None:
         """What to call once a layer is written; None: nothing is to be pushed."""
-        if not pushes:
+        if not pushes or self._sender is None:
             return None
         plan = []
         for push in pushes:
@@ -140,12 +140,7 @@ class _Transfers:
                 if index in transfer.block_indices
             ]
             plan.append((transfer, copies))
-
-        def push_layer(layer_idx: int) -> None:
-            for transfer, copies in plan:
-                transfer.push(layer_idx, copies)
-
-        return push_layer
+        return self._sender.pusher(plan)
 
     def finish(self, key: RequestKey) -> None:
         """No more pushes; its end is reported."""

@@ -152,16 +152,15 @@ class EngineSender:
                     for transfer, copies in pushes
                 ],
             )
-        plan = []
-        for transfer, copies in pushes:
-            if (own := transfer.own) is not None:
-                plan.append((own, [c for c in copies if c.block_index in own.block_indices]))
-
-        def push_layer(layer_idx: int) -> None:
-            for transfer, copies in plan:
-                transfer.push(layer_idx, copies)
-
-        return push_layer
+        if self._sender is None:
+            return _push_nothing
+        return self._sender.pusher(
+            [
+                (own, [copy for copy in copies if copy.block_index in own.block_indices])
+                for transfer, copies in pushes
+                if (own := transfer.own) is not None
+            ]
+        )
 
     def stats(self) -> list[worker_pb2.TransferPeerStats]:
         """Of the leader's rank, if it is one of these."""
@@ -176,6 +175,10 @@ class EngineSender:
         transfer.on_rank_done(
             TransferResult(key, not ended.error, ended.error, ended.num_bytes, ended.num_blocks)
         )
+
+
+def _push_nothing(layer_idx: int) -> None:
+    """The leader has no part in these transfers."""
 
 
 def _wanted_blocks(target: worker_pb2.KVTarget, block_size: int) -> range:

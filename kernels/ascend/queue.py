@@ -4,12 +4,18 @@ Source: torch_npu 2.13.0, torch_npu/npu/streams.py; a copy waits for the stream 
 memory is pinned and the copy is asked not to block.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+
+from kernels.device_queue import Deadline, Wait
+
+POLL_INTERVAL_S = 0.0002
+"""Between two looks at an event: far below what a layer of a prompt takes."""
 
 T = TypeVar("T")
 
@@ -27,14 +33,22 @@ class _Launched(Generic[T]):
         return self.value
 
 
-def mark(npu: Any) -> Callable[[], None]:
+def mark(npu: Any) -> Wait:
     """What waits until the current stream of the calling thread is as far as it was filled then.
 
     npu: torch.npu.
     """
     event = npu.Event()
     event.record()
-    wait: Callable[[], None] = event.synchronize
+
+    def wait(deadline: Deadline) -> bool:
+        # NOTE: not synchronize(), which a device that hangs never returns from.
+        while not event.query():
+            if time.monotonic() >= deadline():
+                return False
+            time.sleep(POLL_INTERVAL_S)
+        return True
+
     return wait
 
 

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from kernels import mla
 from kernels.cpu.build import build
-from kernels.device_queue import ThreadQueue, nothing_to_wait_for
+from kernels.device_queue import ThreadQueue, Wait, nothing_to_wait_for
 from kernels.experts import ExchangeGroup, ExchangeSizes, ExpertsByParts, GroupedProduct
 from kernels.gating import Gating
 from kernels.kv_cache import KVCache, tensors_of
@@ -374,7 +374,7 @@ class CpuOps:
         """See `Ops.queue`."""
         return ThreadQueue()
 
-    def mark(self) -> Callable[[], None]:
+    def mark(self) -> Wait:
         """See `Ops.mark`: whatever was called has been done."""
         return nothing_to_wait_for
 

@@ -3,11 +3,11 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
+from kernels.device_queue import Deadline, Wait
 from kvtransfer.connector import BlockCopy, KVArrived, KVFailed, KVQuiet
 from kvtransfer.errors import TransportUnavailable
 from kvtransfer.link import TOKEN_METADATA, is_authorized
@@ -62,12 +62,12 @@ def test_a_block_is_read_only_when_the_device_has_computed_it() -> None:
         is_computed, caller = threading.Event(), threading.get_ident()
         waiting: set[int] = set()
 
-        def mark() -> Callable[[], None]:
+        def mark() -> Wait:
             assert threading.get_ident() == caller
 
-            def wait() -> None:
+            def wait(deadline: Deadline) -> bool:
                 waiting.add(threading.get_ident())
-                assert is_computed.wait(5)
+                return is_computed.wait(5)
 
             return wait
 

@@ -1,5 +1,6 @@
 """Steps ahead on a stream: nothing makes the host wait before the next step is launched."""
 
+from math import inf
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ class Stream:
 
     def __init__(self) -> None:
         self.record: list[str] = []
+        self.num_done = 0
+        """Launches that the device is through with, for those who only look."""
 
     def Event(self) -> Any:
         number = sum(entry.startswith("launch") for entry in self.record)
@@ -36,6 +39,10 @@ class Stream:
 
             def synchronize(self) -> None:
                 stream.record.append(f"wait {number}")
+
+            def query(self) -> bool:
+                stream.record.append(f"look {number}")
+                return number < stream.num_done
 
         return Event()
 
@@ -116,8 +123,17 @@ def test_a_mark_is_set_at_once_and_waited_for_when_it_is_asked_for() -> None:
     wait = mark(stream)
     assert stream.record == ["launch 0"]
     mark(stream)
-    wait()
-    assert stream.record == ["launch 0", "launch 1", "wait 0"]
+    stream.num_done = 1
+    assert wait(lambda: inf)
+    assert stream.record == ["launch 0", "launch 1", "look 0"]
+
+
+def test_a_mark_that_is_not_reached_is_waited_for_until_a_deadline_that_comes_closer() -> None:
+    stream = Stream()
+    wait = mark(stream)
+    deadlines = iter([inf, inf, 0.0])
+    assert not wait(lambda: next(deadlines))
+    assert stream.record == ["launch 0", *["look 0"] * 3]
 
 
 def test_a_launch_reads_nothing_of_what_a_step_computes() -> None:
