@@ -1,7 +1,10 @@
 """Graph-mode decode: the forward pass of a decode batch, captured once per size and replayed.
 
-    batch of N decodes --smallest size >= N--> copied into static buffers, padded --> replay
-                    \\-- nothing fits --> eager, counted by reason
+    batch of N rows --smallest size >= N--> copied into static buffers, padded --> replay
+                  \\-- nothing fits --> eager, counted by reason
+
+A row is a token: a sequence has one, and one more for each draft. Where the backend takes drafts, a
+graph of N rows serves any sequences of so many together; see decoder.static_batch.
 
 A backend turns a forward pass over static tensors into something that can be run again; it knows
 nothing of requests. Everything is captured before a worker serves, nothing afterwards.
@@ -20,6 +23,7 @@ import torch
 from torch import Tensor
 
 from decoder.native_graph import NativeBackend
+from decoder.static_batch import StaticBatch
 from engine.batch import Batch, KVBatch
 from engine.collectives import first_problem
 from engine.layers.attention import OnLayer
@@ -57,11 +61,21 @@ class GraphBackend(Protocol):
         ...
 
     @property
+    def takes_drafts(self) -> bool:
+        """Whether the rows of a captured batch may be dealt out to sequences in any way."""
+        ...
+
+    @property
     def num_compiles(self) -> int:
         """Compilations and captures so far; one while serving is a mistake, and shows."""
         ...
 
-    def batch_sizes(self, max_num_seqs: int) -> Sequence[int]:
+    @property
+    def num_bytes(self) -> int:
+        """Of the host's memory that all graphs together take; 0: nobody knows."""
+        ...
+
+    def batch_sizes(self, max_num_rows: int) -> Sequence[int]:
         """Sizes that are worth a graph each, ascending; batches between two are padded."""
         ...
 
@@ -131,9 +145,15 @@ class GraphRunner:
         """Captures nothing yet; until `capture` is called, everything runs eagerly."""
         self._model = model
         self._backend = backend
-        self._sizes = tuple(backend.batch_sizes(memory.max_num_seqs)) if backend else ()
-        has_host_lengths = backend is not None and backend.has_host_lengths
-        self._static = _StaticBatch(memory, max(self._sizes, default=0), has_host_lengths)
+        self._takes_drafts = backend is not None and backend.takes_drafts
+        most = memory.max_num_seqs * (1 + memory.num_draft_tokens * self._takes_drafts)
+        self._sizes = tuple(backend.batch_sizes(most)) if backend else ()
+        self._static = StaticBatch(
+            memory,
+            max(self._sizes, default=0),
+            has_host_lengths=backend is not None and backend.has_host_lengths,
+            is_ragged=self._takes_drafts,
+        )
         self._graphs: dict[int, Callable[[], Tensor]] = {}
         self._parallel = memory.parallel
         self._plans: dict[int, StepPlan] = {}
@@ -160,7 +180,19 @@ class GraphRunner:
                 break
         else:
             self._why_not = ""
+            self._say_what_is_there(self._backend)
         self._num_compiles_at_start = self._backend.num_compiles
+
+    def _say_what_is_there(self, backend: GraphBackend) -> None:
+        self.stats.num_graphs = len(self._graphs)
+        self.stats.num_graph_bytes = backend.num_bytes
+        _log.info(
+            "%d %s graphs of up to %d rows take %.1f MB",
+            len(self._graphs),
+            backend.name,
+            self._sizes[-1],
+            backend.num_bytes / 1e6,
+        )
 
     def _capture(self, backend: GraphBackend, size: int) -> str:
         """Capture one size; what is in the way of it on any rank."""
@@ -213,7 +245,10 @@ class GraphRunner:
     def _why_eager(self, batches: Sequence[Batch], on_layer: OnLayer | None) -> str:
         if self._why_not:
             return self._why_not
-        if any(batch.kv.max_seqlen_q > 1 for batch in batches):
+        if self._takes_drafts:
+            if any(batch.kv.num_decode_tokens < len(batch.input_ids) for batch in batches):
+                return "prompt tokens in the batch"
+        elif any(batch.kv.max_seqlen_q > 1 for batch in batches):
             return "prompt tokens or drafts in the batch"
         if on_layer is not None:
             return "layers are reported"
@@ -266,52 +301,3 @@ def graph_forward(config: WorkerConfig, report: Report) -> MakeForward:
         return graphs
 
     return make
-
-
-class _StaticBatch:
-    """The tensors that graphs read, one set for all sizes."""
-
-    def __init__(self, memory: ForwardMemory, max_num_seqs: int, has_host_lengths: bool) -> None:
-        device = memory.k_caches[0].device
-        lengths = torch.device("cpu") if has_host_lengths else device
-
-        def filled(value: int, *shape: int, device: torch.device = device) -> Tensor:
-            return torch.full(shape, value, dtype=torch.int32, device=device)
-
-        self._caches = (memory.k_caches, memory.v_caches)
-        self._input_ids, self._positions = (filled(0, max_num_seqs) for _ in range(2))
-        # A capture runs the model: its rows are padding, which sees one key and writes nothing.
-        self._slots = filled(-1, max_num_seqs)
-        self._contexts = filled(1, max_num_seqs, device=lengths)
-        self._table = filled(0, max_num_seqs, memory.max_blocks)
-        self._starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=lengths)
-
-    def of(self, size: int) -> Batch:
-        """A batch of `size` decodes; the same tensors each time."""
-        kv = KVBatch(
-            *self._caches,
-            slot_mapping=self._slots[:size],
-            block_table=self._table[:size],
-            cu_seqlens_q=self._starts[: size + 1],
-            context_lens=self._contexts[:size],
-            max_seqlen_q=1,
-            num_decode_seqs=size,
-            num_decode_tokens=size,
-        )
-        return Batch(self._input_ids[:size], self._positions[:size], kv, self._starts[:size])
-
-    def fill(self, batch: Batch, size: int) -> None:
-        """Copy a batch in. Rows from its end up to `size` see one key and write nothing."""
-        num_seqs, kv = len(batch.input_ids), batch.kv
-        self._input_ids[:num_seqs] = batch.input_ids
-        self._positions[:num_seqs] = batch.positions
-        self._slots[:num_seqs] = kv.slot_mapping
-        self._contexts[:num_seqs].copy_(kv.context_lens, non_blocking=True)
-        width = min(kv.block_table.shape[1], self._table.shape[1])
-        self._table[:num_seqs, :width] = kv.block_table[:, :width]
-        if num_seqs < size:
-            self._input_ids[num_seqs:size] = 0
-            self._positions[num_seqs:size] = 0
-            self._slots[num_seqs:size] = -1
-            self._contexts[num_seqs:size] = 1
-            self._table[num_seqs:size, 0] = 0

@@ -147,6 +147,8 @@ class TorchairBackend:
 
     name = "torchair"
     has_host_lengths = False
+    takes_drafts = False
+    num_bytes = 0
 
     def __init__(
         self,
@@ -167,10 +169,10 @@ class TorchairBackend:
         """Where compiled graphs are kept."""
         self.num_compiles = 0
 
-    def batch_sizes(self, max_num_seqs: int) -> Sequence[int]:
+    def batch_sizes(self, max_num_rows: int) -> Sequence[int]:
         """Few: each takes a minute or so to compile on hardware, once."""
         return plan_sizes(
-            max_num_seqs,
+            max_num_rows,
             multiple_of=self._parallel.config.tp_size,
             max_graphs=_MAX_TORCHAIR_GRAPHS,
         )
@@ -332,6 +334,8 @@ class AclGraphBackend:
 
     name = "aclgraph"
     has_host_lengths = True
+    takes_drafts = False
+    num_bytes = 0
 
     def __init__(
         self, ops: NpuOps, *, npu: Any = torch_npu.npu, parallel: Parallel | None = None
@@ -345,10 +349,10 @@ class AclGraphBackend:
         self._pool: Any = None
         self.num_compiles = 0
 
-    def batch_sizes(self, max_num_seqs: int) -> Sequence[int]:
+    def batch_sizes(self, max_num_rows: int) -> Sequence[int]:
         """Bounded: a graph takes streams and events, of which a device has a fixed number."""
         return plan_sizes(
-            max_num_seqs, multiple_of=self._parallel.config.tp_size, max_graphs=_MAX_ACL_GRAPHS
+            max_num_rows, multiple_of=self._parallel.config.tp_size, max_graphs=_MAX_ACL_GRAPHS
         )
 
     def capture(

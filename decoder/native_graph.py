@@ -24,8 +24,8 @@ from engine.collectives import Run, Tape
 from kernels.graph import CaptureError
 
 # (up to this size, a graph for every so many). A padded row costs as much as a real one, so at most
-# one in 16 is.
-_STEPS = ((16, 1), (32, 2), (64, 4), (512, 32))
+# one in nine is.
+_STEPS = ((16, 1), (32, 2), (64, 4), (128, 8), (256, 16), (512, 32))
 _QUESTIONS = frozenset({"__get__", "__len__", "dim", "numel", "size", "stride"})
 
 
@@ -34,6 +34,7 @@ class NativeBackend:
 
     name = "native"
     has_host_lengths = False
+    takes_drafts = True
 
     def __init__(self, tape: Tape | None = None, *, multiple_of: int = 1) -> None:
         """tape: of the model's groups. multiple_of: what sizes are multiples of."""
@@ -44,14 +45,20 @@ class NativeBackend:
         self._numbers: dict[int, int] = {}
         self._num_calls = 0
 
-    def batch_sizes(self, max_num_seqs: int) -> Sequence[int]:
-        """Every small size, then ever fewer; the last one holds max_num_seqs, up to 512."""
+    @property
+    def num_bytes(self) -> int:
+        """Of their tasks, and of the intermediate results, which they share."""
+        num_bytes: int = self._graphs.num_bytes()
+        return num_bytes
+
+    def batch_sizes(self, max_num_rows: int) -> Sequence[int]:
+        """Every small size, then ever fewer; the last one holds max_num_rows, up to 512."""
         sizes: list[int] = []
         for until, step in _STEPS:
             start = sizes[-1] if sizes else 0
             sizes += range(start + step, until + 1, step)
         unit = self._multiple_of
-        return sorted({-(-s // unit) * unit for s in sizes[: bisect_left(sizes, max_num_seqs) + 1]})
+        return sorted({-(-s // unit) * unit for s in sizes[: bisect_left(sizes, max_num_rows) + 1]})
 
     def capture(
         self,

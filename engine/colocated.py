@@ -56,7 +56,13 @@ class ColocatedEngine:
         forward = None
         if make_forward is not None:
             max_blocks = -(-scheduler_config.max_model_len // block_size)
-            memory = ForwardMemory(k_caches, v_caches, scheduler_config.max_num_seqs, max_blocks)
+            memory = ForwardMemory(
+                k_caches,
+                v_caches,
+                scheduler_config.max_num_seqs,
+                max_blocks,
+                num_draft_tokens=scheduler_config.num_draft_tokens,
+            )
             forward = make_forward(model, ops, memory)
         self._runner = Runner(model, k_caches, v_caches, ops, block_size, forward, adapters)
         self.caches = (k_caches, v_caches)

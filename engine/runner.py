@@ -63,6 +63,8 @@ class ForwardMemory:
     """Blocks of a sequence."""
     parallel: Parallel = field(default_factory=Parallel)
     """The ranks that compute a pass together, and which of them this is."""
+    num_draft_tokens: int = 0
+    """Drafts of a sequence, at most."""
 
 
 @dataclass(slots=True)
@@ -73,6 +75,10 @@ class ForwardStats:
     """By a captured graph."""
     num_recompiles: int = 0
     """Compilations and captures while serving: stays 0."""
+    num_graphs: int = 0
+    """That were captured."""
+    num_graph_bytes: int = 0
+    """Of the host's memory that they take, as far as that is known."""
     eager: Counter[str] = field(default_factory=Counter)
     """By the model's own code, by reason."""
 

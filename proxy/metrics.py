@@ -57,6 +57,12 @@ _GAUGES: tuple[tuple[str, str, Callable[[worker_pb2.WorkerStats], float]], ...] 
         "Tokens of the hottest expert-parallel rank over the mean; 0: not looked at",
         lambda s: s.expert_imbalance,
     ),
+    ("pdserve_graphs", "Graphs that decode steps may be replayed from", lambda s: s.num_graphs),
+    (
+        "pdserve_graph_bytes",
+        "Bytes of the host's memory that graphs take; 0: not known",
+        lambda s: s.num_graph_bytes,
+    ),
     (
         "pdserve_layer_sharding_saved_bytes",
         "Bytes of weights that the leading rank need not hold",

@@ -178,6 +178,8 @@ def _worker_status(
         "failures": dict(stats.failures),
         "num_graph_replays": stats.num_graph_replays,
         "num_graph_recompiles": stats.num_graph_recompiles,
+        "num_graphs": stats.num_graphs,
+        "num_graph_bytes": stats.num_graph_bytes,
         "eager_steps": dict(stats.eager_steps),
         "num_ahead_steps": stats.num_ahead_steps,
         "num_discarded_tokens": stats.num_discarded_tokens,

@@ -51,7 +51,13 @@ class RankPart:
     def forward_memory(self, config: WorkerConfig) -> ForwardMemory:
         """What passes of this rank may touch."""
         max_blocks = -(-self.max_model_len(config) // config.block_size)
-        return ForwardMemory(*self.memory.paged, config.max_num_seqs, max_blocks, self.parallel)
+        return ForwardMemory(
+            *self.memory.paged,
+            config.max_num_seqs,
+            max_blocks,
+            self.parallel,
+            num_draft_tokens=config.num_draft_tokens,
+        )
 
 
 def open_ops(config: WorkerConfig, report: Report) -> Ops:

@@ -435,6 +435,7 @@ TORCH_LIBRARY(pdserve_cpu, m) {
       .def("profile", &pdserve::Graphs::profile)
       .def("empty", &pdserve::Graphs::empty)
       .def("alias", &pdserve::Graphs::alias)
+      .def("num_bytes", &pdserve::Graphs::num_bytes)
       .def("num_tasks", &pdserve::Graphs::num_tasks)
       .def("num_recorded", &pdserve::Graphs::num_recorded);
   m.def("pack_weight(Tensor weight) -> Tensor");

@@ -65,6 +65,13 @@ bool Arena::owns(const void* address) const {
   return at < after->first + after->second;
 }
 
+int64_t Arena::num_bytes() const {
+  const std::lock_guard lock(mutex_);
+  int64_t total = 0;
+  for (const auto& [address, size] : sizes_) total += size;
+  return total;
+}
+
 void Graphs::begin() {
   TORCH_CHECK(!current(), "this thread records already");
   recorded_ = Graph();
@@ -105,11 +112,12 @@ int64_t Graphs::num_tasks(int64_t graph) const {
   return static_cast<int64_t>(graphs_.at(graph).tasks.size());
 }
 
-void Graphs::add(Task task, std::initializer_list<at::Tensor> read) {
+void Graphs::add(Task task, int64_t task_bytes, std::initializer_list<at::Tensor> read) {
   // NOTE: keeping what lies in the arena would keep its memory from later tasks.
   for (const at::Tensor& tensor : read)
     if (tensor.defined() && !arena_->owns(tensor.const_data_ptr()))
       recorded_.kept.push_back(tensor);
+  task_bytes_ += task_bytes + static_cast<int64_t>(sizeof(Task));
   recorded_.tasks.push_back(std::move(task));
 }
 

@@ -26,6 +26,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
  public:
   at::Tensor allocate(at::IntArrayRef sizes, const at::TensorOptions& options);
   bool owns(const void* address) const;
+  int64_t num_bytes() const;
 
  private:
   void release(char* address, int64_t size);
@@ -53,7 +54,11 @@ class Graphs : public torch::CustomClassHolder {
   // Tasks of the recording under way.
   int64_t num_recorded() const { return static_cast<int64_t>(recorded_.tasks.size()); }
 
-  void add(Task task, std::initializer_list<at::Tensor> read);
+  // Of intermediate results, and of what tasks hold.
+  int64_t num_bytes() const { return arena_->num_bytes() + task_bytes_; }
+
+  // task_bytes: what the task holds.
+  void add(Task task, int64_t task_bytes, std::initializer_list<at::Tensor> read);
   // Adds a task unless this recording has one with the same key.
   void add_once(const std::vector<const void*>& key, Task task);
   at::Tensor allocate(at::IntArrayRef sizes, const at::TensorOptions& options);
@@ -72,6 +77,7 @@ class Graphs : public torch::CustomClassHolder {
 
   Graph recorded_;
   std::vector<Graph> graphs_;
+  int64_t task_bytes_ = 0;  // of all recordings
   std::shared_ptr<Arena> arena_ = std::make_shared<Arena>();
 };
 

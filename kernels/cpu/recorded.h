@@ -15,7 +15,7 @@ namespace pdserve {
 template <typename F>
 void run(F task, std::initializer_list<at::Tensor> read) {
   if (auto* graphs = recording())
-    graphs->add(std::move(task), read);
+    graphs->add(std::move(task), sizeof(F), read);
   else
     task();
 }

@@ -14,7 +14,7 @@ from tests.engine.tiny import tiny_hf
 pytestmark = pytest.mark.multiprocess
 
 NUM_REPLAYS = max(NUM_TOKENS) - 1  # the first step computes the prompts
-PROMPTS = {"prompt tokens or drafts in the batch"}
+PROMPTS = {"prompt tokens in the batch"}
 
 
 @pytest.fixture(scope="module")

@@ -68,7 +68,7 @@ class RunEagerly(TorchairSettings):
 
 
 class FewSizes:
-    def batch_sizes(self, max_num_seqs: int) -> Sequence[int]:
+    def batch_sizes(self, max_num_rows: int) -> Sequence[int]:
         return (1, 4)
 
 

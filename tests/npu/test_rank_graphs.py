@@ -35,7 +35,7 @@ NUM_TOKENS = (9, 4)
 
 
 class FourRows(AclGraphBackend):
-    def batch_sizes(self, max_num_seqs: int) -> Sequence[int]:
+    def batch_sizes(self, max_num_rows: int) -> Sequence[int]:
         return (4,)
 
 
