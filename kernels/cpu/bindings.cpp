@@ -1,4 +1,5 @@
 // torch.ops.pdserve_cpu.*: checks tensors once, allocates outputs, calls the kernels on pointers.
+#include "checks.h"
 #include "graph.h"
 #include "huge_pages.h"
 #include "kernels.h"
@@ -16,7 +17,11 @@ namespace {
 
 using at::Tensor;
 using pdserve::as_ids;
+using pdserve::check_contiguous;
+using pdserve::check_float;
 using pdserve::check_ids;
+using pdserve::check_int;
+using pdserve::check_size;
 using pdserve::empty;
 using pdserve::run;
 
@@ -28,28 +33,6 @@ void check(std::initializer_list<Tensor> read, const F& task) {
   std::vector<const void*> key;
   for (const Tensor& tensor : read) key.push_back(tensor.const_data_ptr());
   graphs->add_once(key, task);
-}
-
-void check_float(const Tensor& t, const char* name, int64_t dim) {
-  TORCH_CHECK(t.device().is_cpu() && t.scalar_type() == at::kFloat, name,
-              " must be float32 on the CPU, is ", t.scalar_type(), " on ", t.device());
-  TORCH_CHECK(t.dim() == dim, name, " must have ", dim, " dims, has ", t.dim());
-  TORCH_CHECK(t.numel() == 0 || t.stride(-1) == 1, name, " must be contiguous in its last dim");
-}
-
-void check_contiguous(const Tensor& t, const char* name, int64_t dim) {
-  check_float(t, name, dim);
-  TORCH_CHECK(t.is_contiguous(), name, " must be contiguous");
-}
-
-void check_int(const Tensor& t, const char* name, int64_t dim) {
-  TORCH_CHECK(t.device().is_cpu() && t.scalar_type() == at::kInt, name,
-              " must be int32 on the CPU, is ", t.scalar_type(), " on ", t.device());
-  TORCH_CHECK(t.dim() == dim && t.is_contiguous(), name, " must be contiguous with ", dim, " dims");
-}
-
-void check_size(int64_t size, int64_t wanted, const char* what) {
-  TORCH_CHECK(size == wanted, what, " is ", size, ", must be ", wanted);
 }
 
 void check_cache(const Tensor& cache, const std::optional<Tensor>& scale, const char* name) {
@@ -237,6 +220,21 @@ void kv_rmsnorm_rope(const Tensor& kv, const Tensor& weight, const Tensor& cos, 
        latent_scale.value_or(Tensor()), rope_scale.value_or(Tensor())});
 }
 
+Tensor head_matmul(const Tensor& x, const Tensor& weight) {
+  check_float(x, "x", 3);
+  check_contiguous(weight, "weight", 3);
+  check_size(weight.size(0), x.size(1), "heads of weight");
+  check_size(weight.size(1), x.size(2), "depth of weight");
+  Tensor out = empty({x.size(0), x.size(1), weight.size(2)}, x.options());
+  const pdserve::HeadProduct product{
+      {x.const_data_ptr<float>(), x.size(0), x.size(1), x.stride(0), x.stride(1), x.size(2)},
+      weight.const_data_ptr<float>(),
+      weight.size(2),
+      out.mutable_data_ptr<float>()};
+  run([product] { pdserve::head_matmul(product); }, {x, weight});
+  return out;
+}
+
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
   TORCH_CHECK(x.dim() == 2 || x.dim() == 3, "x must have 2 or 3 dims, has ", x.dim());
   check_float(x, "x", x.dim());
@@ -417,6 +415,7 @@ TORCH_LIBRARY(pdserve_cpu, m) {
       "kv_rmsnorm_rope(Tensor kv, Tensor weight, Tensor cos, Tensor sin, Tensor(a!) latent_cache, "
       "Tensor(b!) rope_cache, Tensor slot_mapping, float eps, Tensor(c!)? latent_scale=None, "
       "Tensor(d!)? rope_scale=None) -> ()");
+  m.def("head_matmul(Tensor x, Tensor weight) -> Tensor");
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("add_rms_norm(Tensor x, Tensor(a!) residual, Tensor weight, float eps) -> Tensor");
   m.def(
@@ -449,6 +448,7 @@ TORCH_LIBRARY_IMPL(pdserve_cpu, CPU, m) {
   m.impl("mla_paged_attention", mla_paged_attention);
   m.impl("interleave_rope", interleave_rope);
   m.impl("kv_rmsnorm_rope", kv_rmsnorm_rope);
+  m.impl("head_matmul", head_matmul);
   m.impl("rms_norm", rms_norm);
   m.impl("add_rms_norm", add_rms_norm);
   m.impl("rotary_kv_write", rotary_kv_write);

@@ -78,6 +78,16 @@ struct HeadRows {
 // Pairs of neighbours, rotated; out: [T, H, dim], first of all pairs, then second of all pairs.
 void interleave_rope(const HeadRows& rows, const float* cos, const float* sin, float* out);
 
+// x [T, H, A] times a matrix per head.
+struct HeadProduct {
+  HeadRows x;
+  const float* weight;  // [H, A, out_dim], contiguous
+  int64_t out_dim;
+  float* out;  // [T, H, out_dim], contiguous
+};
+
+void head_matmul(const HeadProduct& product);
+
 struct LatentArgs {
   const float* kv;  // [T, rank + rope_dim]
   int64_t ld_kv;

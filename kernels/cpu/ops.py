@@ -302,8 +302,9 @@ class CpuOps:
         """None: op by op."""
 
     def head_matmul(self, x: Tensor, weight: Tensor) -> Tensor:
-        """See `Ops.head_matmul`."""
-        return mla.head_matmul(x, weight)
+        """See `Ops.head_matmul`; a row is the same in any batch."""
+        result: Tensor = torch.ops.pdserve_cpu.head_matmul(x, weight)
+        return result
 
     def mla_paged_attention(
         self,
@@ -452,6 +453,9 @@ def _register_fakes() -> None:
     def fake_kv_rmsnorm_rope(*_: Tensor | float | None) -> None:
         return None
 
+    def fake_head_matmul(x: Tensor, weight: Tensor) -> Tensor:
+        return x.new_empty((*x.shape[:2], weight.shape[2]))
+
     def fake_silu_mul(gate_up: Tensor) -> Tensor:
         return gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
 
@@ -470,6 +474,7 @@ def _register_fakes() -> None:
         "mla_paged_attention": fake_mla_paged_attention,
         "interleave_rope": fake_interleave_rope,
         "kv_rmsnorm_rope": fake_kv_rmsnorm_rope,
+        "head_matmul": fake_head_matmul,
         "silu_mul": fake_silu_mul,
         "embedding": fake_embedding,
     }

@@ -1,11 +1,11 @@
 """Steps with drafts are replayed from the graphs of other steps, whatever each sequence has."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import MistralConfig, MistralForCausalLM
+from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from decoder.native_graph import NativeBackend
 from engine.batch import BatchBuilder
@@ -18,6 +18,7 @@ from engine.scheduler import ScheduledRequest
 from engine.speculation import ComputedRows
 from kernels.ops import Ops, select_ops
 from tests.decoder.checked_graphs import CheckedGraphs, Maker
+from tests.engine.test_deepseek import tiny_deepseek
 from tests.engine.test_speculation import (
     CONFIG,
     NUM_DRAFTS,
@@ -50,14 +51,21 @@ def ops() -> Ops:
     return select_ops("cpu")
 
 
-@pytest.fixture(scope="module", params=["full", "window"])
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": tiny_hf_llama,
+    "window": lambda: tiny_hf(MistralForCausalLM, MistralConfig, sliding_window=20),
+    "latent attention": lambda: tiny_deepseek("v3", first_k_dense_replace=2),
+    "latent attention as in Lite": lambda: tiny_deepseek(
+        "v2", q_lora_rank=None, v_head_dim=40, first_k_dense_replace=2
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS.values(), ids=MODELS.keys())
 def model(
     request: pytest.FixtureRequest, ops: Ops, tmp_path_factory: pytest.TempPathFactory
 ) -> CausalLM:
-    folder = tmp_path_factory.mktemp("model")
-    if request.param == "full":
-        return from_hf(tiny_hf_llama(), folder, ops)
-    return from_hf(tiny_hf(MistralForCausalLM, MistralConfig, sliding_window=20), folder, ops)
+    return from_hf(request.param(), tmp_path_factory.mktemp("model"), ops)
 
 
 @pytest.mark.parametrize("cache_dtype", ["float32", "int8"])

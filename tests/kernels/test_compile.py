@@ -53,6 +53,7 @@ def test_every_op_has_a_true_schema_and_fake(cpu: Ops) -> None:
         ),
         (ops.rms_norm, (torch.randn(3, 24), torch.randn(24), 1e-5)),
         (ops.add_rms_norm, (torch.randn(3, 24), torch.randn(3, 24), torch.randn(24), 1e-5)),
+        (ops.head_matmul, (torch.randn(3, 2, 8), torch.randn(2, 8, 5))),
         (ops.silu_mul, (torch.randn(3, 24),)),
         (ops.embedding, (torch.tensor([1, 2]), torch.randn(5, 8))),
         (ops.linear, (torch.randn(3, 24), packed, None, 70)),

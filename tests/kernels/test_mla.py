@@ -83,6 +83,30 @@ def test_attention_is_that_of_expanded_keys_and_values(
     assert (out.double() - expected_attention(batch)).abs().max() < 2e-5
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "num_heads", "depth", "width"),
+    [(1, 16, 128, 512), (7, 1, 512, 128), (65, 3, 10, 37), (50, 5, 33, 100), (0, 2, 8, 8)],
+)
+def test_every_head_meets_its_matrix(
+    ops: Ops, num_tokens: int, num_heads: int, depth: int, width: int
+) -> None:
+    x = torch.full((num_tokens, num_heads, depth + 9), torch.nan)
+    x[..., 4:-5] = torch.randn(num_tokens, num_heads, depth)
+    part, weight = x[..., 4:-5], torch.randn(num_heads, depth, width) / depth**0.5
+    out = ops.head_matmul(part, weight)
+    expected = torch.einsum("tha,hab->thb", part.double(), weight.double())
+    assert out.shape == expected.shape
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-5)
+
+
+def test_a_row_times_its_heads_matrices_is_the_same_in_any_batch(cpu: Ops) -> None:
+    x, weight = torch.randn(61, 3, 40), torch.randn(3, 40, 150)
+    whole = cpu.head_matmul(x, weight)
+    assert whole.is_contiguous()
+    for first, last in ((0, 1), (5, 18), (30, 61)):
+        assert torch.equal(cpu.head_matmul(x[first:last], weight), whole[first:last])
+
+
 def test_rope_turns_pairs_of_neighbours(ops: Ops) -> None:
     x = torch.randn(7, 3, 10)[:, 1:]
     angles = torch.randn(7, 5)
