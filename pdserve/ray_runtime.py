@@ -26,6 +26,33 @@ _CONNECT_TIMEOUT_S = 2.0
 _MAX_LOG_BYTES = 10 << 20
 _CORE_PROCESSES = ("gcs_server", "raylet")
 _SPARE_SCRIPTS = ("log_monitor.py", "monitor.py", "dashboard.py")
+_CALM_RAY: dict[str, int | bool] = {
+    "raylet_report_resources_period_milliseconds": 1000,
+    "raylet_check_gc_period_milliseconds": 5000,
+    "kill_idle_workers_interval_ms": 5000,
+    "object_manager_timer_freq_ms": 5000,
+    "local_fs_monitor_interval_ms": 5000,
+    "gcs_pull_resource_loads_period_milliseconds": 10_000,
+    "ray_syncer_message_refresh_interval_ms": 30_000,
+    "health_check_period_ms": 10_000,
+    "core_worker_internal_heartbeat_ms": 5000,
+    "report_worker_backlog_interval_ms": 10_000,
+    "io_context_monitor_probe_interval_ms": 10_000,
+    "debug_dump_period_milliseconds": 0,
+    "task_events_report_interval_ms": 0,
+    "ray_events_report_interval_ms": 0,
+    "metrics_report_interval_ms": 60_000,
+    "enable_metrics_collection": False,
+    "enable_timeline": False,
+    "event_stats": False,
+}
+"""Ray's own timers and books, for one node and a few actors that live for ever.
+
+NOTE: the default is up to ten times a second in every process. None of these tells that a process
+died: sockets and the parent's `wait` do.
+"""
+_CALM_AGENT = {"REPORTER_UPDATE_INTERVAL_MS": "60000", "SCAN_EVENT_DIR_INTERVAL_SECONDS": "60"}
+"""Environment of Ray's agent, which looks at every process of the node for a dashboard."""
 
 _log = logging.getLogger(__name__)
 
@@ -73,12 +100,15 @@ def local_ray(
     remove_leftovers(state_folder)
     folder = make_ray_folder(state_folder)
     try:
+        for name, value in _CALM_AGENT.items():
+            os.environ.setdefault(name, value)
         with _connected(
             address="local",
             num_cpus=num_cpus,
             include_dashboard=False,
             object_store_memory=object_store_bytes,
             _node_ip_address="127.0.0.1",
+            _system_config=_CALM_RAY,
             _temp_dir=str(folder),
         ) as connection:
             _end_spare_processes()
