@@ -20,6 +20,7 @@ from typing import IO
 
 from rich.console import Console
 
+from pdserve.alarm import Alarm
 from pdserve.client import ControllerClient, ControllerError, connect
 from pdserve.config import ServiceConfig, proxy_config, resolve, worker_configs
 from pdserve.controller_config import ControllerConfig, RoleConfig
@@ -40,7 +41,7 @@ from pdserve.state import ServiceState, StateFolder, Status
 
 _START_TIMEOUT_S = 900.0
 _SUPERVISE_S = 0.2
-_CONTROLLER_CHECK_S = 2.0
+_CHECK_S = 5.0
 _NOTE_S = 10.0
 _CONTROLLER_LOST_S = 60.0
 _CONTROLLER_STOP_S = 5.0
@@ -100,6 +101,8 @@ class _Supervisor:
     folder: StateFolder
     console: Console
     stopping: threading.Event = field(default_factory=threading.Event)
+    alarm: Alarm = field(default_factory=Alarm)
+    """Rings at signals, also when a child has ended: the proxy, or one of Ray's processes."""
     started_s: float = field(default_factory=time.monotonic)
     note_problem: str = ""
     """Why the last note of processes could not be written; empty if it was."""
@@ -140,8 +143,13 @@ class _Supervisor:
         return self.plan.config
 
     def _handle_signals(self) -> None:
+        def stop(*_: object) -> None:
+            self.stopping.set()
+            self.alarm.ring()
+
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: self.stopping.set())
+            signal.signal(number, stop)
+        signal.signal(signal.SIGCHLD, lambda *_: self.alarm.ring())
 
     def _start_proxy(self, stack: ExitStack, log: IO[str]) -> ProxyProcess:
         config = proxy_config(
@@ -267,12 +275,18 @@ class _Supervisor:
         heard_s = asked_s = time.monotonic()
         noted_s, generation = heard_s, -1
         self._note_processes()
-        while not self.stopping.wait(_SUPERVISE_S):
+        while True:
+            rest_s = asked_s + _CHECK_S - time.monotonic()
+            self.alarm.wait(rest_s if started.proxy.is_running else _SUPERVISE_S)
+            if self.stopping.is_set():
+                return
             started.proxy.supervise()
+            if not started.ray.has_own_processes:
+                raise ServiceLost("Ray has ended: stopping")
             now_s = time.monotonic()
-            if now_s - asked_s >= _CONTROLLER_CHECK_S:
+            if now_s - asked_s >= _CHECK_S:
                 asked_s = now_s
-                started.controller.rest(_CONTROLLER_CHECK_S)
+                started.controller.rest(_CHECK_S)
                 started.proxy.note_answer(is_responsive(host, started.ports.http_port))
                 if not started.ray.is_alive():
                     raise ServiceLost("Ray has ended: stopping")

@@ -85,6 +85,11 @@ class ProxyProcess:
         last = next((line for line in reversed(lines) if line.strip()), "")
         return f": {last}" if last else ""
 
+    @property
+    def is_running(self) -> bool:
+        """Whether it ran at the last look; else it waits to be started anew."""
+        return self._process is not None
+
     def supervise(self) -> None:
         """Start it anew if it died; after repeated deaths with a delay."""
         if self._process is not None:
