@@ -48,7 +48,7 @@ class ControllerConfig:
     """The prefill role."""
     decoder: RoleConfig
     """The decode role."""
-    poll_s: float = 1.0
+    poll_s: float = 2.0
     """Pause between two questions to a ready worker; a broken connection ends it earlier."""
     starting_poll_s: float = 0.1
     """The same while it starts."""
