@@ -26,7 +26,7 @@ from protos import worker_pb2
 
 DecodeEvent = SessionMessage | SessionClosed | StatsQuery | Stop | ReceiveEvent | TierEvent
 
-_IDLE_WAIT_S = 0.25
+_TICK_S = 0.25
 
 _log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class DecodeLoop:
 
     def step(self) -> None:
         """Take in what has arrived, run one engine step, send what it produced."""
-        for event in self._inbox.drain(0.0 if self._progressed else _IDLE_WAIT_S):
+        for event in self._inbox.drain(0.0 if self._progressed else self._wait_s()):
             self._dispatch(event)
         for pool in self._pools:
             for key, _ in self._intake.overdue(pool.entries):
@@ -96,6 +96,10 @@ class DecodeLoop:
             return self._async_scheduling.step()
         scheduled = [pool.schedule() for pool in self._pools]
         return self._steps.run(scheduled) if any(scheduled) else None
+
+    def _wait_s(self) -> float:
+        """How long nothing but an event can be news: leases and deadlines pass by themselves."""
+        return _TICK_S if any(pool.entries for pool in self._pools) else self._replies.idle_s()
 
     def _dispatch(self, event: DecodeEvent) -> None:
         match event:

@@ -30,7 +30,7 @@ PrefillEvent = (
     SessionMessage | SessionClosed | StatsQuery | Stop | TransferResult | TierEvent | StepEnded
 )
 
-_IDLE_WAIT_S = 0.25
+_TICK_S = 0.25
 
 _log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class PrefillLoop:
 
     def step(self) -> None:
         """Take in what has arrived, compute one chunk, report first tokens."""
-        for event in self._inbox.drain(0.0 if self._progressed else _IDLE_WAIT_S):
+        for event in self._inbox.drain(0.0 if self._progressed else self._wait_s()):
             self._dispatch(event)
         for pool in self._pools:
             for key, reason in self._intake.overdue(pool.entries):
@@ -115,6 +115,10 @@ class PrefillLoop:
             pool = self._pool_of(request.key)
             assert pool is not None, f"{request.key} was computed, but is not here"
             pool.finish_transfer(request)
+
+    def _wait_s(self) -> float:
+        """How long nothing but an event can be news: leases and deadlines pass by themselves."""
+        return _TICK_S if any(pool.entries for pool in self._pools) else self._replies.idle_s()
 
     def _dispatch(self, event: PrefillEvent) -> None:
         match event:

@@ -18,6 +18,7 @@ from proxy.garbage import collect_at_leisure, freeze_started
 from proxy.http_protocol import BoundedHttpProtocol, WithoutChunks
 from proxy.rpc import RpcServer
 from proxy.service import Service
+from proxy.ticks import until_tick_s
 from proxy.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ class _HttpServer(uvicorn.Server):
         """Until `exit`; a tick renews the Date header."""
         while not await self.on_tick(0):
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._exiting.wait(), _TICK_S)
+                await asyncio.wait_for(self._exiting.wait(), until_tick_s(_TICK_S))
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

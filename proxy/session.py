@@ -24,6 +24,7 @@ from proxy.config import ProxyConfig
 from proxy.inbox import Inbox
 from proxy.kv_subscription import KVSubscription
 from proxy.prefix_index import PrefixIndex
+from proxy.ticks import until_tick_s
 
 logger = logging.getLogger(__name__)
 
@@ -325,7 +326,7 @@ class WorkerSession:
 
     async def _renew(self) -> None:
         while True:
-            await asyncio.sleep(self.config.lease_renew_s)
+            await asyncio.sleep(until_tick_s(self.config.lease_renew_s))
             keys = [
                 call.proto_key()
                 for call in self._calls.values()

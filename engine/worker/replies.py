@@ -69,13 +69,20 @@ class Replies:
         self._outbox.send(queued)
 
     def stats_due(self) -> bool:
-        """Whether stats should go out now: every second or, while idle, every 2.5; at changes."""
+        """Whether stats should go out now: every second or, while idle, every 2.5; at changes.
+
+        At multiples of that on the host's clock: a proxy wakes once for all its workers.
+        """
         is_idle, now_s = len(self._leases) == 0, time.monotonic()
         if now_s < self._next_stats_s and is_idle == self._was_idle:
             return False
         interval_s = _IDLE_STATS_INTERVAL_S if is_idle else _STATS_INTERVAL_S
-        self._next_stats_s, self._was_idle = now_s + interval_s, is_idle
+        self._next_stats_s, self._was_idle = (now_s // interval_s + 1) * interval_s, is_idle
         return True
+
+    def idle_s(self) -> float:
+        """How long a loop that tracks no request has nothing to do: until stats are due."""
+        return max(0.0, self._next_stats_s - time.monotonic())
 
     def stats(self, stats: worker_pb2.WorkerStats) -> None:
         """Send stats to every session."""
