@@ -22,7 +22,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench_moe_comm import BLOCK_SIZE, model_config
+from sparse_model import BLOCK_SIZE, model_config
 
 from engine.batch import Batch, BatchBuilder
 from engine.collectives import CollectiveCounters, Group, ProcessGroup

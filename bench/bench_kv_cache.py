@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from bench_quantization import TEXT, perplexity
+from text_perplexity import TEXT, perplexity
 from worker_engine import BenchEngine, default_output, duration_s
 
 from engine.config import KVCacheDtype

@@ -24,9 +24,10 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from sparse_model import BLOCK_SIZE, model_config
+
 from engine.batch import Batch, BatchBuilder
 from engine.collectives import since
-from engine.config import ModelConfig, MoEConfig
 from engine.kv_layout import kv_layout
 from engine.layers.layer import named_weights, pack_weights
 from engine.layers.moe import MoE
@@ -39,7 +40,7 @@ from engine.scheduler_output import ScheduledRequest
 from kernels.ops import select_ops
 
 COMMS: Sequence[MoEComm] = ("allreduce", "zero_redundancy", "allgather")
-BLOCK_SIZE, CONTEXT = 32, 32
+CONTEXT = 32
 SIZE_BYTES = 8  # of a number in the exchange of sizes
 
 
@@ -55,27 +56,6 @@ class Sample:
     """Per sparse layer."""
     remote_rows: float
     """Rows per sparse layer that this rank routes to experts of other ranks."""
-
-
-def model_config(args: argparse.Namespace) -> ModelConfig:
-    """Qwen3-MoE's kind of layer, all of them sparse."""
-    return ModelConfig(
-        architecture="Qwen3MoeForCausalLM",
-        vocab_size=256,
-        hidden_size=args.hidden_size,
-        intermediate_size=args.width,
-        num_layers=args.layers,
-        num_heads=8,
-        num_kv_heads=8,
-        head_dim=args.hidden_size // 8,
-        moe=MoEConfig(
-            num_experts=args.experts,
-            num_experts_per_tok=args.top_k,
-            intermediate_size=args.width,
-            norm_topk_prob=True,
-            layers=frozenset(range(args.layers)),
-        ),
-    )
 
 
 class RemoteRows:
