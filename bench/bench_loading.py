@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args
 
 import gguf
@@ -32,6 +33,7 @@ from engine.models import build_model
 from engine.models.decoder import DecoderForCausalLM
 from engine.weights import load_model_config, load_weights
 from kernels.ops import Ops, select_ops
+from tests.gguf_writer import gguf_writer, write_shape
 
 GROUP = 128
 W8A8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
@@ -154,28 +156,22 @@ def write_gguf(folder: Path, form: str, config: dict[str, object], ops: Ops) -> 
     parsed = load_model_config(folder)
     kind, path = GGUFS[form], folder / "model.gguf"
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, parsed.num_layers)
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(parsed.num_layers)
-    writer.add_context_length(parsed.max_position_embeddings)
-    writer.add_embedding_length(parsed.hidden_size)
-    writer.add_feed_forward_length(parsed.intermediate_size)
-    writer.add_head_count(parsed.num_heads)
-    writer.add_head_count_kv(parsed.num_kv_heads)
-    writer.add_layer_norm_rms_eps(parsed.rms_norm_eps)
     block_size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     rng = np.random.default_rng(0)
-    for name, weight in named_weights(build_model(parsed, ops)).items():
-        target = names.get_name(name, try_suffixes=(".weight",))
-        if weight.dim() == 1:
-            writer.add_tensor(target, np.ones(weight.shape, np.float32))
-            continue
-        # Bytes below 64 keep the scales, which are float16, finite.
-        shape = (weight.shape[0], weight.shape[1] // block_size * block_bytes)
-        writer.add_tensor(target, rng.integers(0, 64, shape, np.uint8), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    with gguf_writer(path) as writer:
+        defaults = {
+            "max_position_embeddings": parsed.max_position_embeddings,
+            "rms_norm_eps": parsed.rms_norm_eps,
+        }
+        write_shape(writer, SimpleNamespace(**(defaults | config)))
+        for name, weight in named_weights(build_model(parsed, ops)).items():
+            target = names.get_name(name, try_suffixes=(".weight",))
+            if weight.dim() == 1:
+                writer.add_tensor(target, np.ones(weight.shape, np.float32))
+                continue
+            # Bytes below 64 keep the scales, which are float16, finite.
+            shape = (weight.shape[0], weight.shape[1] // block_size * block_bytes)
+            writer.add_tensor(target, rng.integers(0, 64, shape, np.uint8), raw_dtype=kind)
     return path
 
 

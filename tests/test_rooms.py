@@ -1,6 +1,7 @@
 """The rooms are the folders of this checkout, whatever else has their names."""
 
 import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -19,3 +20,10 @@ def test_a_room_is_imported_from_this_checkout(room: str) -> None:
 def test_kernels_says_nothing_that_transformers_takes_for_the_package_of_that_name() -> None:
     # transformers probes for a package called kernels and asks for its version.
     assert "__version__" not in vars(importlib.import_module("kernels"))
+
+
+def test_no_test_module_takes_anything_from_another() -> None:
+    # What several use is in a module of makers beside them; pytest imports tests by themselves.
+    takes = re.compile(r"^\s*(?:from|import) tests[\w.]*(?:\.test_\w+| import .*\btest_)", re.M)
+    found = {str(path) for path in (ROOT / "tests").rglob("*.py") if takes.search(path.read_text())}
+    assert found == set()

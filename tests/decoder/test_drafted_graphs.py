@@ -14,20 +14,20 @@ from engine.kv_layout import kv_layout, poisoned_caches
 from engine.models import CausalLM
 from engine.ngram import NgramDrafter
 from engine.runner import ForwardMemory
-from engine.scheduler import ScheduledRequest
+from engine.scheduler_output import ScheduledRequest
 from engine.speculation import ComputedRows
 from kernels.ops import Ops, select_ops
 from tests.decoder.checked_graphs import CheckedGraphs, Maker
-from tests.engine.test_deepseek import tiny_deepseek
-from tests.engine.test_speculation import (
+from tests.engine.drafted import (
     CONFIG,
     NUM_DRAFTS,
     OftenRight,
-    engine,
+    engine_with,
     outputs_of,
     requests_with,
 )
 from tests.engine.tiny import from_hf, make_request, random_token_ids, tiny_hf, tiny_hf_llama
+from tests.engine.tiny_families import tiny_deepseek
 
 
 class FewSizes(NativeBackend):
@@ -79,7 +79,7 @@ def test_every_drafted_step_has_the_bits_of_the_eager_model(
     ops: Ops,
 ) -> None:
     plain = requests_with(ignore_eos=True)
-    engine(model, ops).generate(plain)
+    engine_with(model, ops).generate(plain)
     expected = outputs_of(plain)
     backend = backend_class()
     maker = Maker(backend)
@@ -90,7 +90,7 @@ def test_every_drafted_step_has_the_bits_of_the_eager_model(
         block_size=8,
         scheduler_config=CONFIG,
         make_forward=maker,
-        make_drafter=lambda engine: Uneven(engine.scheduler, expected),
+        make_drafter=lambda made: Uneven(made.scheduler, expected),
         cache_dtype=cache_dtype,
     )
     drafted = requests_with(ignore_eos=True)
@@ -123,7 +123,7 @@ def test_graphs_hold_every_draft_of_every_sequence(model: CausalLM, ops: Ops) ->
         block_size=8,
         scheduler_config=CONFIG,
         make_forward=maker,
-        make_drafter=lambda engine: NgramDrafter(engine.scheduler),
+        make_drafter=lambda made: NgramDrafter(made.scheduler),
     )
     made.generate([make_request(prompt[i:], max_tokens=60, ignore_eos=True) for i in range(8)])
     assert made.drafts.num_drafts > 0

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
-from tests.engine.test_deepseek import tiny_deepseek
+from tests.engine.tiny_families import tiny_deepseek
 
 
 def tiny_mtp(folder: Path, num_layers: int = 1, **options: Any) -> tuple[PreTrainedModel, MtpModel]:

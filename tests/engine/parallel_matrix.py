@@ -21,8 +21,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from tests.engine.test_deepseek import tiny_deepseek
 from tests.engine.tiny import tiny_hf
+from tests.engine.tiny_families import tiny_deepseek
 
 COMMS = ("zero_redundancy", "allreduce", "allgather")
 # Four query heads over two KV heads: TP 4 holds every KV head twice. A vocabulary of 95 leaves the

@@ -1,6 +1,5 @@
 """LoRA adapters: each row as with a model whose weights were merged."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from engine.adapters import Adapters
@@ -20,16 +18,16 @@ from engine.request import Request
 from engine.scheduler import SchedulerConfig
 from engine.weights import load_model_config, load_weights
 from kernels.ops import Ops, select_ops
+from tests.engine.adapter_files import merge, write_adapter
 from tests.engine.steps import make_request, random_token_ids
-from tests.engine.test_deepseek import tiny_deepseek
-from tests.engine.test_mistral import tiny
 from tests.engine.tiny import hf_logits, tiny_hf_llama
+from tests.engine.tiny_families import tiny_deepseek, tiny_family
 
 CONFIG = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=32, max_model_len=200)
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 FAMILIES: dict[str, tuple[Callable[[], PreTrainedModel], tuple[str, ...]]] = {
     "llama": (tiny_hf_llama, (*ATTENTION, "gate_proj", "up_proj", "down_proj")),
-    "qwen3-moe": (lambda: tiny("qwen3-moe", head_dim=16), ATTENTION),
+    "qwen3-moe": (lambda: tiny_family("qwen3-moe"), ATTENTION),
     "deepseek-v3": (
         lambda: tiny_deepseek("v3"),
         ("q_a_proj", "kv_b_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"),
@@ -40,28 +38,6 @@ FAMILIES: dict[str, tuple[Callable[[], PreTrainedModel], tuple[str, ...]]] = {
 @pytest.fixture(scope="module")
 def ops() -> Ops:
     return select_ops("auto")
-
-
-def write_adapter(
-    folder: Path, hf: PreTrainedModel, targets: tuple[str, ...], seed: int, **options: Any
-) -> dict[str, Tensor]:
-    """A PEFT folder with random weights; return what it adds, by the weight's name."""
-    folder.mkdir()
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "target_modules": list(targets)}
-    config |= {"bias": "none", "use_dora": False, "modules_to_save": None} | options
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    generator = torch.Generator().manual_seed(seed)
-    tensors, deltas = {}, {}
-    for name, module in hf.named_modules():
-        if name.rpartition(".")[2] in targets and isinstance(module, torch.nn.Linear):
-            out_features, in_features = module.weight.shape
-            a = 0.3 * torch.randn(4, in_features, generator=generator)
-            b = 0.3 * torch.randn(out_features, 4, generator=generator)
-            tensors[f"base_model.model.{name}.lora_A.weight"] = a
-            tensors[f"base_model.model.{name}.lora_B.weight"] = b
-            deltas[name] = (6 / 4**0.5 if options.get("use_rslora") else 6 / 4) * b @ a
-    save_file(tensors, folder / "adapter_model.safetensors")
-    return deltas
 
 
 def load(hf: PreTrainedModel, folder: Path, ops: Ops) -> CausalLM:
@@ -80,12 +56,6 @@ def engine(model: CausalLM, ops: Ops, adapters: Adapters) -> ColocatedEngine:
         scheduler_config=CONFIG,
         adapters=adapters,
     )
-
-
-def merge(hf: PreTrainedModel, deltas: dict[str, Tensor], sign: int) -> None:
-    with torch.no_grad():
-        for name, delta in deltas.items():
-            hf.get_submodule(name).weight += sign * delta
 
 
 def assert_greedy(hf: PreTrainedModel, request: Request) -> None:

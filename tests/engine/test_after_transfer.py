@@ -14,30 +14,20 @@ from engine.models import CausalLM
 from engine.request import Request
 from kernels.ops import Ops
 from kvtransfer.reshard import plan_transfer
-from tests.engine import test_deepseek, test_llama, test_mistral, test_moe, test_qwen
-from tests.engine.steps import (
-    PoisonedCache,
-    logits_of_requests,
-    make_request,
-    random_token_ids,
+from tests.engine.family_configs import (
+    DEEPSEEK_CONFIGS,
+    LLAMA_CONFIGS,
+    MOE_CONFIGS,
+    QWEN_CONFIGS,
+    WINDOW_CONFIGS,
 )
-from tests.engine.test_deepseek import tiny_deepseek
-from tests.engine.test_llama import token_by_token, whole
-from tests.engine.test_mistral import tiny
+from tests.engine.hf_comparison import token_by_token, whole
+from tests.engine.steps import PoisonedCache, logits_of_requests, make_request, random_token_ids
 from tests.engine.tiny import from_hf, hf_logits, tiny_hf_llama
+from tests.engine.tiny_families import FAMILIES, tiny_deepseek, tiny_family
 
 NUM_STEPS = 32
 PROMPT_LENGTHS = (1, 15, 16, 17, 60)
-FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
-    "llama": tiny_hf_llama,
-    "mistral with a window": lambda: tiny("mistral", sliding_window=12),
-    "mixtral with a window": lambda: tiny("mixtral", sliding_window=12),
-    "qwen2": lambda: tiny("qwen2"),
-    "qwen3": lambda: tiny("qwen3", head_dim=32),
-    "qwen3-moe": lambda: tiny("qwen3-moe", head_dim=16),
-    "deepseek-v2": lambda: tiny_deepseek("v2", q_lora_rank=None),
-    "deepseek-v3": lambda: tiny_deepseek("v3"),
-}
 
 
 def move(model: CausalLM, source: PoisonedCache, target: PoisonedCache, old: Request) -> Request:
@@ -62,11 +52,10 @@ def expected_steps(hf: PreTrainedModel, token_ids: list[int]) -> Tensor:
 
 # Everything that prefill and decoding are compared in: too much for every run.
 ALL_CONFIGS: dict[str, Callable[[], PreTrainedModel]] = {
-    **{f"llama, {k}": partial(tiny_hf_llama, **v) for k, v in test_llama.ARCHITECTURES.items()},
-    **{k: partial(test_qwen.tiny_qwen, f, **v) for k, (f, v) in test_qwen.CONFIGS.items()},
-    **{f"qwen3-moe, {k}": partial(test_moe.tiny_moe, **v) for k, v in test_moe.CONFIGS.items()},
-    **{k: partial(tiny, f, **v) for k, (f, v) in test_mistral.CONFIGS.items()},
-    **{k: partial(tiny_deepseek, f, **v) for k, (f, v) in test_deepseek.CONFIGS.items()},
+    **{f"llama, {k}": partial(tiny_hf_llama, **v) for k, v in LLAMA_CONFIGS.items()},
+    **{k: partial(tiny_family, f, **v) for k, (f, v) in (QWEN_CONFIGS | WINDOW_CONFIGS).items()},
+    **{f"qwen3-moe, {k}": partial(tiny_family, "qwen3-moe", **v) for k, v in MOE_CONFIGS.items()},
+    **{k: partial(tiny_deepseek, f, **v) for k, (f, v) in DEEPSEEK_CONFIGS.items()},
 }
 
 

@@ -16,8 +16,8 @@ from engine.worker.config import WorkerConfig
 from kernels.ops import select_ops
 from kernels.reference import ReferenceOps
 from tests.engine.steps import random_token_ids
-from tests.engine.test_after_transfer import FAMILIES
 from tests.engine.tiny import from_hf
+from tests.engine.tiny_families import FAMILIES
 
 OPS = select_ops("auto")
 PREFIX = random_token_ids(24, seed=0)

@@ -6,118 +6,26 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    DeepseekV2Config,
-    DeepseekV2ForCausalLM,
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    PreTrainedModel,
-)
 
 from engine.checkpoint.config import parse_model_config
 from engine.errors import UnsupportedModel, WeightsError
 from kernels.ops import Ops
-from tests.engine.test_llama import LENGTHS, assert_close_to_hf, chunks_of_five, uneven, whole
-from tests.engine.test_moe import prefill_then_32_steps
-from tests.engine.tiny import from_hf, load, tiny_hf
-
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 64,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-}
-SHAPES: dict[str, Any] = {
-    "q_lora_rank": 24,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 20,
-    "first_k_dense_replace": 1,
-    "num_key_value_heads": 4,
-}
-V3: dict[str, Any] = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
-FIVE_HEADS = {"hidden_size": 80, "num_attention_heads": 5, "num_key_value_heads": 5}
-CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "v3": ("v3", {}),
-    "v3, eight groups": ("v3", {"n_routed_experts": 16, "n_group": 8, "topk_group": 3}),
-    "v3, one group": ("v3", {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 5}),
-    "v3 without q_lora, weights not normalised": (
-        "v3",
-        {"q_lora_rank": None, "norm_topk_prob": False},
-    ),
-    "v3, yarn with mscale": (
-        "v3",
-        {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
-    ),
-    "v3, five heads, all sparse, two shared experts": (
-        "v3",
-        FIVE_HEADS | {"first_k_dense_replace": 0, "n_shared_experts": 2},
-    ),
-    "v3, biases, linear rope, tied": (
-        "v3",
-        {
-            "attention_bias": True,
-            "tie_word_embeddings": True,
-            "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},
-        },
-    ),
-    "v3, values wider than keys, all dense": (
-        "v3",
-        {"v_head_dim": 40, "qk_nope_head_dim": 8, "first_k_dense_replace": 2},
-    ),
-    "v2, greedy": ("v2", {"topk_method": "greedy"}),
-    "v2, one of four groups": ("v2", {"topk_group": 1}),
-    "v2, eight groups, scaled": (
-        "v2",
-        {"n_routed_experts": 16, "n_group": 8, "topk_group": 3, "routed_scaling_factor": 16.0},
-    ),
-    "v2 without q_lora, as Lite": (
-        "v2",
-        {
-            "q_lora_rank": None,
-            "topk_method": "greedy",
-            "n_shared_experts": 2,
-            "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
-        },
-    ),
-    "v2, five heads, yarn with another mscale": (
-        "v2",
-        FIVE_HEADS | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}},
-    ),
-    "v2, one head, biases, tied": (
-        "v2",
-        {
-            "num_attention_heads": 1,
-            "num_key_value_heads": 1,
-            "attention_bias": True,
-            "tie_word_embeddings": True,
-        },
-    ),
-}
+from tests.engine.family_configs import DEEPSEEK_CONFIGS
+from tests.engine.hf_comparison import (
+    LENGTHS,
+    assert_close_to_hf,
+    chunks_of_five,
+    prefill_then_32_steps,
+    uneven,
+    whole,
+)
+from tests.engine.tiny import from_hf, load
+from tests.engine.tiny_families import tiny_deepseek
 
 
-def tiny_deepseek(version: str, **options: Any) -> PreTrainedModel:
-    model: PreTrainedModel
-    if version == "v3":
-        model = tiny_hf(DeepseekV3ForCausalLM, DeepseekV3Config, **(SHAPES | V3 | options))
-    else:
-        groups = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
-        model = tiny_hf(DeepseekV2ForCausalLM, DeepseekV2Config, **(SHAPES | groups | options))
-    generator = torch.Generator().manual_seed(5)
-    for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
-    return model
-
-
-@pytest.mark.parametrize(("version", "options"), CONFIGS.values(), ids=CONFIGS.keys())
+@pytest.mark.parametrize(
+    ("version", "options"), DEEPSEEK_CONFIGS.values(), ids=DEEPSEEK_CONFIGS.keys()
+)
 def test_logits_are_those_of_transformers(
     version: str, options: dict[str, Any], ops: Ops, tmp_path: Path
 ) -> None:

@@ -27,10 +27,8 @@ from engine.runner import ForwardMemory
 from engine.scheduler import SchedulerConfig
 from kernels.ops import Ops, select_ops
 from protos.block_hash import block_salt, hash_blocks, kv_identity
+from tests.engine.hf_comparison import chunks_of_five, token_by_token, uneven, whole
 from tests.engine.steps import logits_of_requests
-from tests.engine.test_deepseek import tiny_deepseek
-from tests.engine.test_llama import chunks_of_five, token_by_token, uneven, whole
-from tests.engine.test_mistral import tiny
 from tests.engine.tiny import (
     PoisonedCache,
     from_hf,
@@ -41,13 +39,14 @@ from tests.engine.tiny import (
     random_token_ids,
     tiny_hf_llama,
 )
+from tests.engine.tiny_families import tiny_deepseek, tiny_family
 from tests.oracle import packaged_model_path, story
 
 LENGTHS = (1, 31, 64, 150)
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": tiny_hf_llama,
-    "mistral with a window": lambda: tiny("mistral", sliding_window=12),
-    "qwen3": lambda: tiny("qwen3", head_dim=32),
+    "mistral with a window": lambda: tiny_family("mistral", sliding_window=12),
+    "qwen3": lambda: tiny_family("qwen3", head_dim=32),
 }
 
 

@@ -17,9 +17,9 @@ from engine.parallel import Parallel
 from engine.parallel_config import ParallelConfig
 from engine.weights import load_model_config, load_weights
 from kernels.ops import select_ops
-from tests.engine.test_quantized_checkpoints import write as write_quantized
-from tests.engine.test_qwen import tiny_qwen
-from tests.engine.test_weights_gguf import tiny_gguf
+from tests.engine.gguf_files import tiny_gguf
+from tests.engine.quantized_files import write_quantized
+from tests.engine.tiny_families import tiny_family
 
 
 def num_packed(model: nn.Module) -> int:
@@ -34,7 +34,7 @@ def num_packed(model: nn.Module) -> int:
 
 
 def test_a_layer_is_packed_as_soon_as_it_is_filled(tmp_path: Path) -> None:
-    tiny_qwen("qwen2", num_hidden_layers=6).save_pretrained(tmp_path)
+    tiny_family("qwen2", num_hidden_layers=6).save_pretrained(tmp_path)
     model = build_model(load_model_config(tmp_path), select_ops("reference"))
     assert num_packed(model) == 0
     seen: list[int] = []
@@ -62,7 +62,7 @@ def test_a_rank_reads_its_share_of_the_files(form: str, tmp_path: Path) -> None:
         path = tmp_path / "tiny.gguf"
         tiny_gguf(path, GGMLQuantizationType.Q4_0, hidden_size=128)
     elif form == "plain":
-        tiny_qwen("qwen2").save_pretrained(path)
+        tiny_family("qwen2").save_pretrained(path)
     else:
         write_quantized(path, form)
     config = load_model_config(path)
@@ -79,7 +79,7 @@ def test_a_rank_reads_its_share_of_the_files(form: str, tmp_path: Path) -> None:
 
 
 def test_a_file_cut_short_is_named(tmp_path: Path) -> None:
-    tiny_qwen("qwen3").save_pretrained(tmp_path)
+    tiny_family("qwen3").save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
     model = build_model(load_model_config(tmp_path), select_ops("reference"))

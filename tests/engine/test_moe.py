@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from engine.checkpoint.config import parse_model_config
 from engine.config import MoEConfig
@@ -16,50 +15,26 @@ from engine.layers.layer import named_weights, pack_weights
 from engine.layers.moe import MoE
 from engine.parallel import Parallel
 from kernels.ops import Ops
-from tests.engine.test_llama import LENGTHS, assert_close_to_hf, chunks_of_five, uneven, whole
-from tests.engine.test_qwen import FIVE_HEADS, LINEAR, LLAMA3, NINE_HEADS, YARN
-from tests.engine.tiny import from_hf, load, tiny_hf
+from tests.engine.family_configs import MOE_CONFIGS
+from tests.engine.hf_comparison import (
+    LENGTHS,
+    assert_close_to_hf,
+    chunks_of_five,
+    prefill_then_32_steps,
+    uneven,
+    whole,
+)
+from tests.engine.tiny import from_hf, load
+from tests.engine.tiny_families import tiny_family
 
-CONFIGS: dict[str, dict[str, Any]] = {
-    "top two of eight": {},
-    "weights normalised": {"norm_topk_prob": True},
-    "one expert per token": {"num_experts_per_tok": 1},
-    "all experts for every token": {"num_experts_per_tok": 8, "norm_topk_prob": True},
-    "more experts than tokens": {"num_experts": 130, "num_experts_per_tok": 5},
-    "first layer dense": {"mlp_only_layers": [0]},
-    "every second layer sparse": {"decoder_sparse_step": 2, "num_hidden_layers": 4},
-    "sparse step with a dense exception": {
-        "decoder_sparse_step": 2,
-        "num_hidden_layers": 4,
-        "mlp_only_layers": [3],
-    },
-    "nine heads over three, tied": NINE_HEADS | {"tie_word_embeddings": True},
-    "five heads over one, yarn": FIVE_HEADS | {"rope_parameters": YARN, "norm_topk_prob": True},
-    "biases, llama3": {"attention_bias": True, "rope_parameters": LLAMA3},
-    "width of 36, linear": {"moe_intermediate_size": 36, "rope_parameters": LINEAR},
-}
 HIDDEN_SIZE = 40
 
 
-def prefill_then_32_steps(_: int, left: int) -> int:
-    return max(1, left - 32)
-
-
-def tiny_moe(**options: Any) -> Qwen3MoeForCausalLM:
-    defaults = {
-        "head_dim": 16,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 48,
-    }
-    return tiny_hf(Qwen3MoeForCausalLM, Qwen3MoeConfig, **(defaults | options))
-
-
-@pytest.mark.parametrize("options", CONFIGS.values(), ids=CONFIGS.keys())
+@pytest.mark.parametrize("options", MOE_CONFIGS.values(), ids=MOE_CONFIGS.keys())
 def test_logits_are_those_of_transformers(
     options: dict[str, Any], ops: Ops, tmp_path: Path
 ) -> None:
-    hf = tiny_moe(**options)
+    hf = tiny_family("qwen3-moe", **options)
     model = from_hf(hf, tmp_path, ops)
     for take in (whole, chunks_of_five, prefill_then_32_steps, uneven()):
         assert_close_to_hf(model, hf, LENGTHS, take)
@@ -69,12 +44,12 @@ def test_logits_are_those_of_transformers(
 def test_a_sequence_alone_has_the_logits_of_transformers(
     take: Callable[[int, int], int], ops: Ops, tmp_path: Path
 ) -> None:
-    hf = tiny_moe()
+    hf = tiny_family("qwen3-moe")
     assert_close_to_hf(from_hf(hf, tmp_path, ops), hf, (70,), take)
 
 
 def test_experts_may_be_stacked_in_the_file(ops: Ops, tmp_path: Path) -> None:
-    hf = tiny_moe(mlp_only_layers=[1])
+    hf = tiny_family("qwen3-moe", mlp_only_layers=[1])
     hf.save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     tensors = {n: t for n, t in load_file(path).items() if ".experts." not in n}
@@ -85,7 +60,7 @@ def test_experts_may_be_stacked_in_the_file(ops: Ops, tmp_path: Path) -> None:
 
 
 def test_a_missing_expert_is_named(ops: Ops, tmp_path: Path) -> None:
-    tiny_moe().save_pretrained(tmp_path)
+    tiny_family("qwen3-moe").save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
     del tensors["model.layers.1.mlp.experts.5.up_proj.weight"]
@@ -153,7 +128,11 @@ def test_experts_that_no_token_picks_are_not_read(ops: Ops) -> None:
 
 
 def as_json(**options: Any) -> dict[str, Any]:
-    return tiny_moe().config.to_dict() | {"architectures": ["Qwen3MoeForCausalLM"]} | options
+    return (
+        tiny_family("qwen3-moe").config.to_dict()
+        | {"architectures": ["Qwen3MoeForCausalLM"]}
+        | options
+    )
 
 
 def test_experts_are_counted_in_either_spelling() -> None:

@@ -16,9 +16,9 @@ from engine.mtp import MTPDrafter
 from engine.scheduler import SchedulerConfig
 from engine.weights import load_model_config, load_weights
 from kernels.ops import Ops, select_ops
+from tests.engine.drafted import outputs_of, requests_with
 from tests.engine.mtp import tiny_mtp
 from tests.engine.steps import make_request, random_token_ids
-from tests.engine.test_speculation import outputs_of, requests_with
 
 
 @pytest.fixture(scope="module")

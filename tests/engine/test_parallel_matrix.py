@@ -10,6 +10,8 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
+from tests.engine.adapter_files import write_adapter
+from tests.engine.gguf_files import tiny_gguf
 from tests.engine.mtp import tiny_mtp
 from tests.engine.parallel_matrix import (
     DENSE,
@@ -20,17 +22,9 @@ from tests.engine.parallel_matrix import (
     Spread,
     all_spreads,
 )
-from tests.engine.rank_jobs import (
-    ROUNDS,
-    adapter_logits,
-    draft_states,
-    greedy,
-    part_logits,
-)
+from tests.engine.quantized_files import write_quantized
+from tests.engine.rank_jobs import ROUNDS, adapter_logits, draft_states, greedy, part_logits
 from tests.engine.ranks import Ranks, alone
-from tests.engine.test_adapters import write_adapter
-from tests.engine.test_quantized_checkpoints import write as write_quantized
-from tests.engine.test_weights_gguf import tiny_gguf
 
 pytestmark = pytest.mark.multiprocess
 

@@ -9,8 +9,8 @@ from engine.colocated import ColocatedEngine
 from engine.scheduler import SchedulerConfig
 from kernels.ops import select_ops
 from tests.engine.steps import make_request, random_token_ids
-from tests.engine.test_after_transfer import FAMILIES
 from tests.engine.tiny import from_hf, hf_logits
+from tests.engine.tiny_families import FAMILIES
 
 CONFIG = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=24, max_model_len=120)
 

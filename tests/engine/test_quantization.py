@@ -14,10 +14,9 @@ from engine.layers.quantization import quantize_int4, quantize_int8
 from engine.models import build_model
 from engine.weights import load_model_config, load_weights
 from kernels.ops import Ops, select_ops
-from tests.engine.test_llama import LENGTHS, assert_close_to_hf, uneven, whole
-from tests.engine.test_moe import tiny_moe
-from tests.engine.test_qwen import tiny_qwen
+from tests.engine.hf_comparison import LENGTHS, assert_close_to_hf, uneven, whole
 from tests.engine.tiny import PoisonedCache, load, logits_by_steps, tiny_hf_llama
+from tests.engine.tiny_families import tiny_family
 from tests.oracle import packaged_model_path, story
 
 MODELS: dict[str, Any] = {
@@ -25,9 +24,9 @@ MODELS: dict[str, Any] = {
     "llama, tied, biases": lambda: tiny_hf_llama(
         tie_word_embeddings=True, attention_bias=True, mlp_bias=True
     ),
-    "qwen2": lambda: tiny_qwen("qwen2"),
-    "qwen3": lambda: tiny_qwen("qwen3", head_dim=16),
-    "qwen3-moe": tiny_moe,
+    "qwen2": lambda: tiny_family("qwen2"),
+    "qwen3": lambda: tiny_family("qwen3", head_dim=16),
+    "qwen3-moe": lambda: tiny_family("qwen3-moe"),
 }
 
 

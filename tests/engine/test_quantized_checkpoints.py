@@ -2,7 +2,6 @@
 dequantised weights."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,176 +13,9 @@ from torch import Tensor
 from engine.errors import UnsupportedModel, WeightsError
 from engine.weights import load_model_config
 from kernels.ops import Ops
-from tests.engine.test_llama import LENGTHS, assert_close_to_hf, uneven, whole
-from tests.engine.tiny import (
-    PoisonedCache,
-    load,
-    logits_by_steps,
-    random_token_ids,
-    tiny_hf_llama,
-)
-
-Packed = tuple[dict[str, Tensor], Tensor]
-"""Stored tensors by the end of their names; the weight that they stand for."""
-GROUP = 16
-
-
-def groups_of(num_inputs: int, size: int = GROUP) -> Tensor:
-    return torch.arange(num_inputs) // size
-
-
-def round_to_groups(weight: Tensor, groups: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """-> values [in, out], zeros and scales [groups, out]; scales in float16."""
-    num_groups = int(groups.max()) + 1
-    low = torch.stack([weight[:, groups == g].amin(1) for g in range(num_groups)]).clamp_max(0)
-    high = torch.stack([weight[:, groups == g].amax(1) for g in range(num_groups)]).clamp_min(0)
-    scales = ((high - low) / most).half()
-    zeros = (-low / scales).round().clamp(1, most).int()
-    values = (weight.t() / scales[groups].float() + zeros[groups]).round().clamp(0, most).int()
-    return values, zeros, scales
-
-
-def words(nibbles: list[Tensor], num_bits: int) -> Tensor:
-    """The i-th tensor goes to bits num_bits * i."""
-    total = sum(part.long() << (num_bits * i) for i, part in enumerate(nibbles))
-    assert isinstance(total, Tensor)
-    return torch.where(total >= 2**31, total - 2**32, total).int()
-
-
-def pack_awq(weight: Tensor) -> Packed:
-    groups = groups_of(weight.shape[1])
-    values, zeros, scales = round_to_groups(weight, groups, 15)
-
-    def pack(x: Tensor) -> Tensor:
-        return words([x[:, column::8] for column in (0, 2, 4, 6, 1, 3, 5, 7)], 4)
-
-    plain = (values - zeros[groups]).float() * scales[groups].float()
-    stored = {"qweight": pack(values), "qzeros": pack(zeros), "scales": scales}
-    return stored, plain.t()
-
-
-def gptq(num_bits: int, stored_less: int, order: Callable[[int], Tensor]) -> Any:
-    per_word = 32 // num_bits
-
-    def pack(weight: Tensor) -> Packed:
-        groups = order(weight.shape[1])
-        values, zeros, scales = round_to_groups(weight, groups, 2**num_bits - 1)
-        stored = {
-            "qweight": words([values[i::per_word] for i in range(per_word)], num_bits),
-            "qzeros": words(
-                [zeros[:, i::per_word] - stored_less for i in range(per_word)], num_bits
-            ),
-            "scales": scales,
-            "g_idx": groups.int(),
-        }
-        return stored, ((values - zeros[groups]).float() * scales[groups].float()).t()
-
-    return pack
-
-
-def shuffled(num_inputs: int) -> Tensor:
-    order = torch.randperm(num_inputs, generator=torch.Generator().manual_seed(num_inputs))
-    return groups_of(num_inputs)[order]
-
-
-def pack_fp8(weight: Tensor) -> Packed:
-    rows, columns = -(-weight.shape[0] // 24), -(-weight.shape[1] // 16)
-    scale = torch.empty(rows, columns)
-    stored = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
-    plain = torch.empty_like(weight)
-    for r in range(rows):
-        for c in range(columns):
-            block = (slice(24 * r, 24 * r + 24), slice(16 * c, 16 * c + 16))
-            scale[r, c] = weight[block].abs().max() / 448
-            stored[block] = (weight[block] / scale[r, c]).to(torch.float8_e4m3fn)
-            plain[block] = stored[block].float() * scale[r, c]
-    return {"weight": stored, "weight_scale_inv": scale}, plain
-
-
-def pack_int8(weight: Tensor) -> Packed:
-    scale = (weight.abs().amax(1, keepdim=True) / 127).bfloat16()
-    values = (weight / scale.float()).round().clamp(-128, 127)
-    return {"weight": values.to(torch.int8), "weight_scale": scale}, values * scale.float()
-
-
-def pack_modelslim(weight: Tensor) -> Packed:
-    stored, plain = pack_int8(weight)
-    num_outputs = len(weight)
-    stored |= {
-        "weight_scale": stored["weight_scale"].float(),
-        "weight_offset": torch.zeros(num_outputs, 1),
-        "input_scale": torch.ones(1),
-        "input_offset": torch.zeros(1),
-        "deq_scale": torch.ones(num_outputs),
-        "quant_bias": torch.zeros(num_outputs, dtype=torch.int32),
-    }
-    return stored, plain
-
-
-W8A8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
-FORMATS: dict[str, tuple[Callable[[Tensor], Packed], dict[str, Any] | None, bool]] = {
-    # packing, quantization_config, whether the blocks can be kept
-    "awq": (pack_awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP}, True),
-    "gptq": (
-        gptq(4, 1, groups_of),
-        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False},
-        True,
-    ),
-    "gptq, second version, 8 bits": (
-        gptq(8, 0, groups_of),
-        {
-            "quant_method": "gptq",
-            "bits": 8,
-            "group_size": GROUP,
-            "checkpoint_format": "gptq_v2",
-        },
-        True,
-    ),
-    "gptq, a scale per output": (
-        gptq(4, 1, lambda n: groups_of(n, n)),
-        {"quant_method": "gptq", "bits": 4, "group_size": -1},
-        True,
-    ),
-    "gptq, desc_act": (
-        gptq(4, 1, shuffled),
-        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True},
-        False,
-    ),
-    "fp8": (pack_fp8, {"quant_method": "fp8", "weight_block_size": [24, 16]}, False),
-    "compressed-tensors": (
-        pack_int8,
-        {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": W8A8}}},
-        True,
-    ),
-    "modelslim": (pack_modelslim, None, True),
-}
-
-
-@torch.no_grad()
-def write(folder: Path, name: str) -> Any:
-    """A folder in that format; its model, dequantised."""
-    pack, quantization_config, _ = FORMATS[name]
-    hf = tiny_hf_llama()
-    hf.save_pretrained(folder)
-    stored, description = {}, {}
-    for key, parameter in hf.named_parameters():
-        if "_proj" in key:
-            parts, plain = pack(parameter)
-            stem = key.removesuffix(".weight")
-            stored |= {f"{stem}.{kind}": part.contiguous() for kind, part in parts.items()}
-            parameter.copy_(plain)
-            description[key] = "W8A8"
-        else:
-            stored[key] = parameter.detach().clone()
-            description[key] = "FLOAT"
-    save_file(stored, folder / "model.safetensors")
-    if quantization_config is None:
-        (folder / "quant_model_description.json").write_text(json.dumps(description))
-    else:
-        path = folder / "config.json"
-        config = json.loads(path.read_text()) | {"quantization_config": quantization_config}
-        path.write_text(json.dumps(config))
-    return hf
+from tests.engine.hf_comparison import LENGTHS, assert_close_to_hf, uneven, whole
+from tests.engine.quantized_files import FORMATS, write_quantized
+from tests.engine.tiny import PoisonedCache, load, logits_by_steps, random_token_ids
 
 
 def logits_of(path: Path, ops: Ops, **options: Any) -> Tensor:
@@ -195,7 +27,7 @@ def logits_of(path: Path, ops: Ops, **options: Any) -> Tensor:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_logits_are_those_of_the_dequantised_weights(name: str, ops: Ops, tmp_path: Path) -> None:
-    hf = write(tmp_path, name)
+    hf = write_quantized(tmp_path, name)
     model = load(tmp_path, ops)
     for take in (whole, uneven()):
         assert_close_to_hf(model, hf, LENGTHS, take)
@@ -205,13 +37,13 @@ def test_logits_are_those_of_the_dequantised_weights(name: str, ops: Ops, tmp_pa
 def test_kept_as_they_are_they_give_the_same_logits_to_the_last_bit(
     name: str, cpu: Ops, tmp_path: Path
 ) -> None:
-    write(tmp_path, name)
+    write_quantized(tmp_path, name)
     assert torch.equal(logits_of(tmp_path, cpu, quantization="native"), logits_of(tmp_path, cpu))
 
 
 @pytest.mark.parametrize("name", [name for name, (_, _, is_kept) in FORMATS.items() if not is_kept])
 def test_what_cannot_be_kept_is_said(name: str, cpu: Ops, tmp_path: Path) -> None:
-    write(tmp_path, name)
+    write_quantized(tmp_path, name)
     with pytest.raises(UnsupportedModel, match="native"):
         load(tmp_path, cpu, quantization="native")
 
@@ -220,7 +52,7 @@ def test_what_cannot_be_kept_is_said(name: str, cpu: Ops, tmp_path: Path) -> Non
     ("name", "kind"), [("awq", "qzeros"), ("gptq", "scales"), ("modelslim", "weight_scale")]
 )
 def test_a_missing_part_is_named(name: str, kind: str, cpu: Ops, tmp_path: Path) -> None:
-    write(tmp_path, name)
+    write_quantized(tmp_path, name)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors[f"model.layers.1.mlp.up_proj.{kind}"]
     save_file(tensors, tmp_path / "model.safetensors")
@@ -240,7 +72,7 @@ def test_a_missing_part_is_named(name: str, kind: str, cpu: Ops, tmp_path: Path)
 def test_a_part_of_another_shape_is_named_with_both_shapes(
     name: str, kind: str, cpu: Ops, tmp_path: Path
 ) -> None:
-    write(tmp_path, name)
+    write_quantized(tmp_path, name)
     tensors = load_file(tmp_path / "model.safetensors")
     full = f"model.layers.1.mlp.up_proj.{kind}"
     tensors[full] = tensors[full][:-1].contiguous()
@@ -252,7 +84,7 @@ def test_a_part_of_another_shape_is_named_with_both_shapes(
 
 @pytest.mark.parametrize("fraction", [0.3, 0.99])
 def test_a_truncated_file_is_named(fraction: float, cpu: Ops, tmp_path: Path) -> None:
-    write(tmp_path, "awq")
+    write_quantized(tmp_path, "awq")
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[: int(fraction * path.stat().st_size)])
     with pytest.raises(WeightsError, match=r"model\.safetensors is damaged"):
@@ -278,7 +110,7 @@ def test_a_truncated_file_is_named(fraction: float, cpu: Ops, tmp_path: Path) ->
 def test_other_methods_and_settings_are_refused(
     change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    write(tmp_path, "awq")
+    write_quantized(tmp_path, "awq")
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": change}))
     with pytest.raises(UnsupportedModel, match=message):

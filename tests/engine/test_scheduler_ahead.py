@@ -12,8 +12,8 @@ from engine.async_scheduling import AsyncScheduling
 from engine.request import Request, RequestState
 from engine.scheduler import Scheduler
 from engine.scheduler_output import ScheduledRequest
+from tests.engine.scheduler_machine import EngineMachine
 from tests.engine.scheduling import next_token
-from tests.engine.test_scheduler_any_order import EngineMachine
 
 ENDS = frozenset(range(0, 90, 6))
 Slot = tuple[int, int]

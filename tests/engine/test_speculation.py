@@ -1,8 +1,7 @@
 """Drafts change how fast tokens come, not which: whatever is drafted, however often it is right."""
 
-import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,21 +10,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.colocated import ColocatedEngine
 from engine.models import CausalLM
 from engine.ngram import NgramDrafter, find_continuation
-from engine.request import FinishReason, Request
-from engine.scheduler import Scheduler, SchedulerConfig
-from engine.speculation import ComputedRows, Drafter
+from engine.request import FinishReason
+from engine.scheduler import SchedulerConfig
+from engine.speculation import ComputedRows
 from kernels.ops import Ops, select_ops
+from tests.engine.drafted import (
+    CONFIG,
+    NUM_DRAFTS,
+    OftenRight,
+    engine_with,
+    outputs_of,
+    requests_with,
+)
 from tests.engine.steps import make_request, random_token_ids
 from tests.engine.tiny import from_hf, tiny_hf_llama
 
-NUM_DRAFTS = 3
-CONFIG = SchedulerConfig(
-    max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, num_draft_tokens=NUM_DRAFTS
-)
-PROMPTS = [random_token_ids(n, seed=n) for n in (1, 7, 8, 40)]
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"temperature": 1.0, "top_p": 0.95},
@@ -46,64 +47,17 @@ def model(ops: Ops, tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
     return from_hf(tiny_hf_llama(), tmp_path_factory.mktemp("llama"), ops)
 
 
-class OftenRight:
-    """Knows the outputs, and puts a wrong token at random places."""
-
-    def __init__(self, scheduler: Scheduler, outputs: dict[int, list[int]]) -> None:
-        self._scheduler = scheduler
-        self._outputs = outputs
-        self._random = random.Random(0)
-
-    def propose(self, computed: Sequence[ComputedRows], hidden: Tensor, on_layer: object) -> None:
-        assert len(hidden) >= sum(rows.num_rows for rows in computed)
-        for rows in computed:
-            request = rows.request
-            known = self._outputs[request.sampling.seed][request.num_output_tokens :]
-            drafts = [t if self._random.random() < 0.7 else (t + 1) % 96 for t in known]
-            # More than asked for: the scheduler cuts them.
-            request.draft_token_ids = drafts[: NUM_DRAFTS + 2]
-
-
-def requests_with(**sampling: Any) -> list[Request]:
-    defaults = {"max_tokens": 32}
-    return [
-        make_request(prompt, **(defaults | sampling), seed=seed)
-        for seed, prompt in enumerate(PROMPTS)
-    ]
-
-
-def engine(
-    model: CausalLM,
-    ops: Ops,
-    make_drafter: Callable[[ColocatedEngine], Drafter] | None = None,
-    num_blocks: int = 40,
-    config: SchedulerConfig = CONFIG,
-) -> ColocatedEngine:
-    return ColocatedEngine(
-        model,
-        ops,
-        num_blocks=num_blocks,
-        block_size=8,
-        scheduler_config=config,
-        make_drafter=make_drafter,
-    )
-
-
-def outputs_of(requests: Sequence[Request]) -> dict[int, list[int]]:
-    return {r.sampling.seed: r.token_ids[r.num_prompt_tokens :] for r in requests}
-
-
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 @pytest.mark.parametrize("num_blocks", [40, 12], ids=["room", "preemption"])
 def test_tokens_are_those_without_drafts(
     options: dict[str, Any], num_blocks: int, model: CausalLM, ops: Ops
 ) -> None:
     plain = requests_with(**options)
-    engine(model, ops).generate(plain)
+    engine_with(model, ops).generate(plain)
     expected = outputs_of(plain)
 
     drafted = requests_with(**options)
-    speculative = engine(
+    speculative = engine_with(
         model, ops, lambda made: OftenRight(made.scheduler, expected), num_blocks=num_blocks
     )
     speculative.generate(drafted)
@@ -121,12 +75,12 @@ def test_tokens_are_those_without_drafts(
 def test_drafts_end_at_the_longest_context(model: CausalLM, ops: Ops) -> None:
     config = replace(CONFIG, max_model_len=50)
     plain = requests_with(max_tokens=100, ignore_eos=True)
-    engine(model, ops, config=config).generate(plain)
+    engine_with(model, ops, config=config).generate(plain)
     drafted = requests_with(max_tokens=100, ignore_eos=True)
     expected = outputs_of(plain)
-    engine(model, ops, lambda made: OftenRight(made.scheduler, expected), config=config).generate(
-        drafted
-    )
+    engine_with(
+        model, ops, lambda made: OftenRight(made.scheduler, expected), config=config
+    ).generate(drafted)
     assert outputs_of(drafted) == expected
     assert all(r.finish_reason is FinishReason.LENGTH for r in drafted)
     assert [r.num_tokens for r in drafted] == [50] * len(drafted)
@@ -135,8 +89,8 @@ def test_drafts_end_at_the_longest_context(model: CausalLM, ops: Ops) -> None:
 def test_repetition_is_found_without_a_model(model: CausalLM, ops: Ops) -> None:
     prompt = random_token_ids(6, seed=1) * 4
     plain, drafted = (make_request(prompt, max_tokens=120) for _ in range(2))
-    engine(model, ops).generate([plain])
-    speculative = engine(model, ops, lambda made: NgramDrafter(made.scheduler))
+    engine_with(model, ops).generate([plain])
+    speculative = engine_with(model, ops, lambda made: NgramDrafter(made.scheduler))
     speculative.generate([drafted])
     assert drafted.token_ids == plain.token_ids
     # A tiny greedy model ends in a loop.
@@ -180,7 +134,9 @@ def test_the_sampled_distribution_is_the_models(ops: Ops, tmp_path: Path) -> Non
     config = SchedulerConfig(
         max_num_seqs=64, max_num_batched_tokens=256, max_model_len=16, num_draft_tokens=2
     )
-    speculative = engine(model, ops, lambda made: AlwaysTheSame(), num_blocks=200, config=config)
+    speculative = engine_with(
+        model, ops, lambda made: AlwaysTheSame(), num_blocks=200, config=config
+    )
     prompt, temperature = [4, 6], 2.0
     count = 4000
     requests = []

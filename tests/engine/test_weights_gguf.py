@@ -1,5 +1,3 @@
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,6 @@ from gguf import GGMLQuantizationType as Type
 from gguf import quants
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from engine.config import Quantization
@@ -25,86 +22,17 @@ from engine.weights.gguf import SUPPORTED, dequantize, halves_from_pairs
 from engine.weights.gguf_file import read_gguf
 from kernels.cpu.ops import CpuQuantizedLinear
 from kernels.ops import Ops, select_ops
-from tests.engine.tiny import (
-    PoisonedCache,
-    hf_logits,
-    load,
-    logits_by_steps,
-    random_token_ids,
-    tiny_hf_llama,
+from tests.engine.family_configs import LLAMA3, YARN
+from tests.engine.gguf_files import (
+    assert_same_logits,
+    pairs_from_halves,
+    tiny_gguf,
+    write_metadata,
+    write_tensors,
 )
+from tests.engine.tiny import PoisonedCache, load, logits_by_steps, random_token_ids, tiny_hf_llama
+from tests.gguf_writer import gguf_writer
 from tests.oracle import hf_smollm2, packaged_model_path
-
-HF_TO_GGUF = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
-
-
-def pairs_from_halves(rows: np.ndarray, num_heads: int) -> np.ndarray:
-    """What the converter does to q and k, written independently of the loader."""
-    head_dim = rows.shape[0] // num_heads
-    order = [
-        head * head_dim + half * (head_dim // 2) + i
-        for head in range(num_heads)
-        for i in range(head_dim // 2)
-        for half in range(2)
-    ]
-    return rows[order]
-
-
-@contextmanager
-def gguf_writer(path: Path, arch: str = "llama") -> Iterator[gguf.GGUFWriter]:
-    writer = gguf.GGUFWriter(path, arch)
-    yield writer
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def write_metadata(writer: gguf.GGUFWriter, hf: LlamaForCausalLM) -> None:
-    config = hf.config
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_token_list(["a", "b", "c"])
-    writer.add_token_scores([0.0, 1.0, 2.0])
-    writer.add_eos_token_id(2)
-    writer.add_bos_token_id(1)
-
-
-def write_tensors(writer: gguf.GGUFWriter, hf: LlamaForCausalLM, quantization: Type) -> None:
-    """Store the weights, and put what was stored into `hf`, so that both models have the same."""
-    heads = {"q_proj": hf.config.num_attention_heads, "k_proj": hf.config.num_key_value_heads}
-    for name, parameter in hf.named_parameters():
-        values = parameter.detach().numpy()
-        stored = quantization if values.ndim == 2 else Type.F32
-        data = quants.quantize(values, stored)
-        parameter.data.copy_(torch.from_numpy(quants.dequantize(data, stored)))
-        for projection, num_heads in heads.items():
-            if projection in name:
-                data = pairs_from_halves(data, num_heads)
-        target = HF_TO_GGUF.get_name(name, try_suffixes=(".weight", ".bias"))
-        writer.add_tensor(target, data, raw_dtype=stored)
-
-
-def tiny_gguf(path: Path, quantization: Type = Type.F32, **options: Any) -> LlamaForCausalLM:
-    hf = tiny_hf_llama(**options)
-    with gguf_writer(path) as writer:
-        write_metadata(writer, hf)
-        write_tensors(writer, hf, quantization)
-    return hf
-
-
-def assert_same_logits(path: Path, hf: LlamaForCausalLM, ops: Ops) -> None:
-    model = load(path, ops)
-    token_ids = random_token_ids(40, 0)
-    cache = PoisonedCache(model, num_blocks=8, block_size=8)
-    (logits,) = logits_by_steps(model, cache, [token_ids], lambda _, left: left)
-    torch.testing.assert_close(logits, hf_logits(hf, token_ids), rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -141,20 +69,6 @@ def test_what_the_file_holds_decides_the_architecture(
     assert_same_logits(tmp_path / "tiny.gguf", hf, ops)
 
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}
 
 

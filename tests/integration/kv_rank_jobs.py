@@ -24,7 +24,7 @@ from kvtransfer.registration import KVMemory
 from protos import worker_pb2
 from tests.engine.steps import load, make_request
 from tests.kvtransfer.harness import CONFIG, NUM_BLOCKS, TOKEN, ReaderThread
-from tests.kvtransfer.test_sharded_transfer import MODELS, fill, model_values
+from tests.kvtransfer.sharded import MODELS, fill, model_values
 
 KEY: RequestKey = ("request", 0)
 CHUNK = 7

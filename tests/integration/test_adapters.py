@@ -17,7 +17,7 @@ from protos import worker_pb2, worker_pb2_grpc
 from protos.block_hash import block_salt, hash_blocks, kv_identity
 from proxy.adapters import Adapters
 from proxy.config import ProxyConfig
-from tests.engine.test_adapters import merge, write_adapter
+from tests.engine.adapter_files import merge, write_adapter
 from tests.engine.tiny import hf_logits, tiny_hf_llama
 from tests.integration.service import TOKEN, Service
 

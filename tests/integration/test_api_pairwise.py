@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from tests.integration.service import Service
-from tests.proxy.test_pairwise import entries, join
+from tests.proxy.joined import entries, join
 
 pytestmark = pytest.mark.multiprocess
 

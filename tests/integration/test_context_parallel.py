@@ -13,8 +13,8 @@ import pytest
 from engine.parallel_config import ParallelConfig
 from kvtransfer.tiers.config import TierConfig
 from tests.integration.alone import assert_prompt_logprobs, greedy_alone
+from tests.integration.families import write_tiny_experts
 from tests.integration.service import Service, wait_until
-from tests.integration.test_data_parallel import write_tiny_experts
 
 pytestmark = pytest.mark.multiprocess
 

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import random
-import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -16,38 +15,17 @@ import grpc
 import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tokenizers import Tokenizer
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from engine.parallel_config import EplbConfig, MoEComm, ParallelConfig
 from protos import inference_pb2, inference_pb2_grpc
-from tests.engine.tiny import tiny_hf
 from tests.integration.alone import greedy_alone
+from tests.integration.families import write_tiny_experts
 from tests.integration.service import Service, wait_until
 
 pytestmark = pytest.mark.multiprocess
 
 _NUM_TOKENS = 24
 _PROMPTS = [[3 + (7 * i + n * i * i) % 290 for i in range(n)] for n in (1, 5, 31, 64, 200, 500)]
-
-
-def write_tiny_experts(folder: Path, tokenizer_folder: Path) -> Path:
-    """A random Qwen3-MoE of 8 experts, with the tokenizer of another model."""
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(tokenizer_folder / name, folder / name)
-    vocab_size = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
-    tiny_hf(
-        Qwen3MoeForCausalLM,
-        Qwen3MoeConfig,
-        vocab_size=vocab_size,
-        max_position_embeddings=1024,
-        eos_token_id=0,
-        head_dim=16,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=48,
-    ).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

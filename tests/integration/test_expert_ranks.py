@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from engine.parallel_config import EplbConfig, ParallelConfig
+from tests.integration.families import assert_greedy, write_family
 from tests.integration.service import Service, wait_until
-from tests.integration.test_families import _assert_greedy, _write
 
 pytestmark = pytest.mark.multiprocess
 
@@ -19,7 +19,7 @@ _NUM_TOKENS = 40
 @pytest.fixture(scope="module")
 def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp("experts")
-    return folder, _write(folder, tiny_model, "qwen3-moe")
+    return folder, write_family(folder, tiny_model, "qwen3-moe")
 
 
 async def test_experts_that_move_and_layers_that_come_while_serving_change_no_token(
@@ -50,4 +50,4 @@ async def test_experts_that_move_and_layers_that_come_while_serving_change_no_to
         service.assert_idle()
     for prompt, output in zip(prompts, outputs, strict=True):
         assert len(output) == _NUM_TOKENS
-        _assert_greedy(hf, prompt, output)
+        assert_greedy(hf, prompt, output)

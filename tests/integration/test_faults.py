@@ -6,13 +6,12 @@ import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from tests.integration.service import Service, wait_until
+from tests.integration.streams import counter, greedy, prompt_of, stream_text
 
 pytestmark = pytest.mark.multiprocess
 
@@ -43,61 +42,6 @@ def _whole_and_idle(service: Service) -> Iterator[None]:
     assert status["num_inflight_requests"] == 0
 
 
-def prompt_of(num_tokens: int, seed: int) -> list[int]:
-    """Token ids that no other seed shares, so that the prefix cache cannot hide work."""
-    generator = random.Random(seed)
-    return [generator.randrange(3, 250) for _ in range(num_tokens)]
-
-
-def greedy(prompt: list[int], max_tokens: int) -> dict[str, Any]:
-    return {
-        "model": "test-model",
-        "prompt": prompt,
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-    }
-
-
-async def _stream_text(
-    client: httpx.AsyncClient, body: dict[str, Any], begun: asyncio.Event | None = None
-) -> str:
-    """The whole text of one stream; sets `begun` at its third piece."""
-    text = ""
-    num_pieces = 0
-    body = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    done = False
-    async with client.stream("POST", "/v1/completions", json=body) as reply:
-        assert reply.status_code == 200, await reply.aread()
-        async for line in reply.aiter_lines():
-            if not line.startswith("data: "):
-                continue
-            if line == "data: [DONE]":
-                done = True
-                continue
-            event = json.loads(line[6:])
-            assert "error" not in event, event
-            if event["choices"]:
-                text += event["choices"][0]["text"]
-                num_pieces += 1
-                if begun is not None and num_pieces == 3:
-                    begun.set()
-            else:
-                assert event["usage"]["completion_tokens"] == body["max_tokens"]
-    assert done, "the stream ended without [DONE]"
-    return text
-
-
-def _counter(service: Service, name: str, **labels: str) -> float:
-    """Sum of a counter's samples whose labels include `labels`."""
-    total = 0.0
-    for family in text_string_to_metric_families(httpx.get(f"{service.url}/metrics").text):
-        for sample in family.samples:
-            if sample.name == name and labels.items() <= sample.labels.items():
-                total += sample.value
-    return total
-
-
 def _client(service: Service) -> httpx.AsyncClient:
     limits = httpx.Limits(max_connections=200)
     return httpx.AsyncClient(base_url=service.url, timeout=120, limits=limits)
@@ -106,15 +50,15 @@ def _client(service: Service) -> httpx.AsyncClient:
 async def test_killing_a_prefiller_under_load_hurts_no_client(service: Service) -> None:
     bodies = [greedy(prompt_of(600, seed), 16) for seed in range(24)]
     async with _client(service) as client:
-        expected = [await _stream_text(client, body) for body in bodies[:6]]
+        expected = [await stream_text(client, body) for body in bodies[:6]]
         again = [greedy(prompt_of(600, 100 + seed), 16) for seed in range(18)]
-        tasks = [asyncio.create_task(_stream_text(client, body)) for body in bodies[:6] + again]
+        tasks = [asyncio.create_task(stream_text(client, body)) for body in bodies[:6] + again]
         await asyncio.sleep(0.15)
         await asyncio.to_thread(service.of_role("prefiller")[0].kill)
         texts = await asyncio.gather(*tasks)
         assert texts[:6] == expected
         await asyncio.to_thread(service.restart, service.of_role("prefiller")[0])
-        assert [await _stream_text(client, body) for body in again] == texts[6:]
+        assert [await stream_text(client, body) for body in again] == texts[6:]
 
 
 async def test_a_killed_prefiller_serves_again_after_its_restart(service: Service) -> None:
@@ -126,7 +70,7 @@ async def test_a_killed_prefiller_serves_again_after_its_restart(service: Servic
         async def served() -> bool:
             seeds = [random.randrange(1 << 30) for _ in range(20)]
             bodies = [greedy(prompt_of(300, seed), 4) for seed in seeds]
-            await asyncio.gather(*(_stream_text(client, body) for body in bodies))
+            await asyncio.gather(*(stream_text(client, body) for body in bodies))
             return fresh.stats().num_prompt_tokens > 0
 
         deadline = time.monotonic() + 20
@@ -137,16 +81,16 @@ async def test_a_killed_prefiller_serves_again_after_its_restart(service: Servic
 async def test_without_prefillers_the_decoder_prefills(service: Service) -> None:
     body = greedy(prompt_of(400, 1), 12)
     async with _client(service) as client:
-        expected = await _stream_text(client, body)
+        expected = await stream_text(client, body)
         for worker in service.of_role("prefiller"):
             await asyncio.to_thread(worker.kill)
         service.publish()
-        assert await _stream_text(client, greedy(prompt_of(400, 1), 12)) == expected
-        fresh = await _stream_text(client, greedy(prompt_of(401, 2), 12))
+        assert await stream_text(client, greedy(prompt_of(400, 1), 12)) == expected
+        fresh = await stream_text(client, greedy(prompt_of(401, 2), 12))
         for worker in list(service.workers):
             if not worker.alive:
                 await asyncio.to_thread(service.restart, worker)
-        assert await _stream_text(client, greedy(prompt_of(401, 2), 12)) == fresh
+        assert await stream_text(client, greedy(prompt_of(401, 2), 12)) == fresh
 
 
 async def test_killing_a_decoder_moves_its_streams_without_a_changed_token(
@@ -154,15 +98,15 @@ async def test_killing_a_decoder_moves_its_streams_without_a_changed_token(
 ) -> None:
     bodies = [greedy(prompt_of(200, 500 + seed), 150) for seed in range(12)]
     async with _client(service) as client:
-        expected = list(await asyncio.gather(*(_stream_text(client, body) for body in bodies)))
-        migrated = _counter(service, "pdserve_migrations_total", result="success")
+        expected = list(await asyncio.gather(*(stream_text(client, body) for body in bodies)))
+        migrated = counter(service, "pdserve_migrations_total", result="success")
         begun = asyncio.Event()
-        tasks = [asyncio.create_task(_stream_text(client, body, begun)) for body in bodies]
+        tasks = [asyncio.create_task(stream_text(client, body, begun)) for body in bodies]
         await asyncio.wait_for(begun.wait(), 20)
         victim = max(service.of_role("decoder"), key=lambda w: w.stats().num_running)
         await asyncio.to_thread(victim.kill)
         assert list(await asyncio.gather(*tasks)) == expected
-        assert _counter(service, "pdserve_migrations_total", result="success") > migrated
+        assert counter(service, "pdserve_migrations_total", result="success") > migrated
 
 
 async def test_the_last_decoders_death_is_one_error_event(service: Service) -> None:
@@ -193,7 +137,7 @@ async def test_500_requests_a_third_cancelled_leave_nothing_behind(service: Serv
         body = greedy(prompt_of(lengths[index % 5], 2000 + index), 1 + index % 40)
         cancel_after_s = generator.choice((0.0, 0.01, 0.05, 0.2, 0.6, 1.5))
         async with gate:
-            request = asyncio.create_task(_stream_text(client, body))
+            request = asyncio.create_task(stream_text(client, body))
             if index % 3:
                 await request
                 outcomes["done"] += 1
@@ -213,12 +157,12 @@ async def test_500_requests_a_third_cancelled_leave_nothing_behind(service: Serv
 
 async def test_a_frozen_prefiller_is_left_and_the_request_goes_on(service: Service) -> None:
     async with _client(service) as client:
-        expected = await _stream_text(client, greedy(prompt_of(1500, 77), 8))
+        expected = await stream_text(client, greedy(prompt_of(1500, 77), 8))
         for worker in service.of_role("prefiller"):
             worker.pause()
         try:
-            task = asyncio.create_task(_stream_text(client, greedy(prompt_of(1501, 78), 8)))
-            other = asyncio.create_task(_stream_text(client, greedy(prompt_of(1500, 77), 8)))
+            task = asyncio.create_task(stream_text(client, greedy(prompt_of(1501, 78), 8)))
+            other = asyncio.create_task(stream_text(client, greedy(prompt_of(1500, 77), 8)))
             assert await other == expected
             await task
         finally:

@@ -15,8 +15,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from tests.engine.ranks import Ranks
-from tests.engine.test_deepseek import tiny_deepseek
 from tests.engine.tiny import tiny_hf
+from tests.engine.tiny_families import tiny_deepseek
 from tests.integration.kv_rank_jobs import (
     Tokens,
     receive_computed,
@@ -24,8 +24,7 @@ from tests.integration.kv_rank_jobs import (
     send_computed,
     send_random,
 )
-from tests.kvtransfer.test_reshard import held_heads
-from tests.kvtransfer.test_sharded_transfer import MODELS, SIZES
+from tests.kvtransfer.sharded import MODELS, SIZES, held_heads
 
 pytestmark = pytest.mark.multiprocess
 

@@ -23,7 +23,7 @@ from tests.integration.alone import tokens_alone
 from tests.integration.conftest import TINY_CONTEXT
 from tests.integration.relay import Refused, Relay
 from tests.integration.service import Service, Worker, wait_until
-from tests.integration.test_faults import _counter, _stream_text, greedy, prompt_of
+from tests.integration.streams import counter, greedy, prompt_of, stream_text
 
 pytestmark = pytest.mark.multiprocess
 
@@ -188,7 +188,7 @@ def test_a_client_that_leaves_between_prefill_and_decode_costs_nothing(
         if message.WhichOneof("message") == "activate":
             time.sleep(GAP_S)
 
-    cancelled = _counter(service, "pdserve_requests_cancelled_total")
+    cancelled = counter(service, "pdserve_requests_cancelled_total")
     with relayed(service, "decoder") as relays:
         for relay in relays:
             relay.on_request = hold
@@ -199,7 +199,7 @@ def test_a_client_that_leaves_between_prefill_and_decode_costs_nothing(
             assert "error" not in json.loads(first[6:])
             time.sleep(read_s)
         service.assert_idle()
-        assert _counter(service, "pdserve_requests_cancelled_total") == cancelled + 1
+        assert counter(service, "pdserve_requests_cancelled_total") == cancelled + 1
         for worker in service.of_role("decoder"):
             # The Cancel overtakes no Activate: at most the steps between the two.
             assert worker.stats().num_generated_tokens - before[worker.engine_id] < 50
@@ -223,7 +223,7 @@ async def test_a_client_that_leaves_during_prefill_stops_it_within_a_chunk(
             relay.on_request = note
         before = await asyncio.to_thread(prefilled)
         async with httpx.AsyncClient(base_url=service.url, timeout=60) as client:
-            task = asyncio.create_task(_stream_text(client, greedy(prompt_of(num_tokens, 9), 8)))
+            task = asyncio.create_task(stream_text(client, greedy(prompt_of(num_tokens, 9), 8)))
             await until(lambda: prefilled() > before, "prefill began")
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
@@ -232,7 +232,7 @@ async def test_a_client_that_leaves_during_prefill_stops_it_within_a_chunk(
             assert stopped - before < num_tokens - 2 * chunk, "it was over before it was cancelled"
             # One chunk was under way, one may have begun while the count was taken.
             assert stopped - cancelled[0] <= 2 * chunk
-            await _stream_text(client, greedy(prompt_of(40, 10), 4))
+            await stream_text(client, greedy(prompt_of(40, 10), 4))
             assert await asyncio.to_thread(prefilled) - stopped <= 40
 
 
@@ -284,9 +284,9 @@ def test_models_are_listed_and_requests_served_with_a_sick_worker(service: Servi
 async def test_a_stream_outlives_the_drain_of_its_decoder(service: Service) -> None:
     body = greedy(prompt_of(100, 8), 3500)
     async with httpx.AsyncClient(base_url=service.url, timeout=120) as client:
-        expected = await _stream_text(client, body)
+        expected = await stream_text(client, body)
         begun = asyncio.Event()
-        task = asyncio.create_task(_stream_text(client, body, begun))
+        task = asyncio.create_task(stream_text(client, body, begun))
         await asyncio.wait_for(begun.wait(), 20)
         drained, other = service.of_role("decoder")
         if other.stats().num_running:
@@ -299,7 +299,7 @@ async def test_a_stream_outlives_the_drain_of_its_decoder(service: Service) -> N
         await until(lambda: is_draining(service, drained), "draining")
         computed = other.stats().num_generated_tokens
         for seed in range(6):
-            await _stream_text(client, greedy(prompt_of(60, 800 + seed), 4))
+            await stream_text(client, greedy(prompt_of(60, 800 + seed), 4))
         assert other.stats().num_generated_tokens - computed >= 6 * 3
         assert drained.stats().num_running == 1
         assert not task.done(), "the stream was too short for this test"

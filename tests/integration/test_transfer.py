@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.service import Service
-from tests.integration.test_faults import prompt_of
+from tests.integration.streams import prompt_of
 
 pytestmark = pytest.mark.multiprocess
 

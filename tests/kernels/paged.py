@@ -172,3 +172,7 @@ def make_mla_batch(
         scale=(nope + rope) ** -0.5,
         tokens=tokens,
     )
+
+
+MIXED = [(1, 1), (1, 200), (300, 300), (2, 130), (70, 1000), (1, 513), (17, 64), (1, 128)]
+"""Decode rows, whole prompts, chunks over a prefix; contexts around multiples of 32 and 128."""

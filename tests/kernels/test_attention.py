@@ -8,11 +8,8 @@ import pytest
 import torch
 
 from kernels.ops import Ops
-from tests.kernels.paged import PagedBatch, make_batch
-
-TOLERANCE = 1e-5
-MIXED = [(1, 1), (1, 200), (300, 300), (2, 130), (70, 1000), (1, 513), (17, 64), (1, 128)]
-"""Decode rows, whole prompts, chunks over a prefix; contexts around multiples of 32 and 128."""
+from tests.kernels.paged import MIXED, PagedBatch, make_batch
+from tests.kernels.tolerance import ATTENTION_TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -25,7 +22,7 @@ def test_attention_equals_the_reference_for_head_groups(
     batch = make_batch(
         MIXED, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=32
     )
-    assert (batch.attend(cpu) - batch.attend(reference)).abs().max() < TOLERANCE
+    assert (batch.attend(cpu) - batch.attend(reference)).abs().max() < ATTENTION_TOLERANCE
 
 
 @pytest.mark.parametrize("block_size", [1, 5, 16, 32, 128, 256])
@@ -34,7 +31,7 @@ def test_attention_equals_the_reference_for_block_and_head_sizes(
     cpu: Ops, reference: Ops, block_size: int, head_dim: int
 ) -> None:
     batch = make_batch(MIXED, num_heads=6, num_kv_heads=2, head_dim=head_dim, block_size=block_size)
-    assert (batch.attend(cpu) - batch.attend(reference)).abs().max() < TOLERANCE
+    assert (batch.attend(cpu) - batch.attend(reference)).abs().max() < ATTENTION_TOLERANCE
 
 
 @pytest.mark.parametrize("window", [1, 7, 64, 129, 2000])
@@ -50,7 +47,7 @@ def test_attention_equals_the_reference_for_windows(
         block_size=16,
         window=window,
     )
-    assert (batch.attend(cpu) - batch.attend(reference)).abs().max() < TOLERANCE
+    assert (batch.attend(cpu) - batch.attend(reference)).abs().max() < ATTENTION_TOLERANCE
 
 
 @pytest.mark.parametrize("window", [1, 5, 40])

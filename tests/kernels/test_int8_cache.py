@@ -11,8 +11,8 @@ from torch import Tensor
 from kernels.kv_cache import QuantizedCache, quantize_rows, read_blocks
 from kernels.ops import Ops
 from tests.kernels.int8 import poisoned, with_int8_cache, with_int8_latents
-from tests.kernels.paged import make_batch, make_mla_batch
-from tests.kernels.test_attention import MIXED, TOLERANCE
+from tests.kernels.paged import MIXED, make_batch, make_mla_batch
+from tests.kernels.tolerance import ATTENTION_TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_attention_equals_the_reference(
     )
     int8 = with_int8_cache(batch)
     out, expected = int8.attend(cpu), int8.attend(reference)
-    assert (out - expected).abs().max() < TOLERANCE
+    assert (out - expected).abs().max() < ATTENTION_TOLERANCE
     assert (out - batch.attend(reference)).abs().max() < 0.05, "it is an approximation of floats"
 
 
@@ -114,14 +114,14 @@ def test_latent_attention_equals_the_reference(cpu: Ops, reference: Ops) -> None
     out, expected = (
         ops.mla_paged_attention(q_latent, batch.q_rope, *batch.paging()) for ops in (cpu, reference)
     )
-    assert (out - expected).abs().max() < TOLERANCE
+    assert (out - expected).abs().max() < ATTENTION_TOLERANCE
     out, expected = (
         ops.mla_prefill_attention(
             batch.q_nope, batch.q_rope, batch.w_uk, batch.w_uv, *batch.paging()
         )
         for ops in (cpu, reference)
     )
-    assert (out - expected).abs().max() < TOLERANCE
+    assert (out - expected).abs().max() < ATTENTION_TOLERANCE
 
 
 def test_latents_are_stored_as_the_reference_stores_them(cpu: Ops, reference: Ops) -> None:

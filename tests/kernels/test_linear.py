@@ -8,10 +8,7 @@ import pytest
 import torch
 
 from kernels.ops import Linear, Ops
-
-
-def _tolerance(in_features: int) -> float:
-    return 6e-8 * in_features + 1e-6
+from tests.kernels.tolerance import linear_tolerance
 
 
 def _weight(out_features: int, in_features: int) -> torch.Tensor:
@@ -47,7 +44,7 @@ def test_linear_equals_the_reference(
         y = packed(x)
         assert y.shape == (batch, out_features)
         if batch:
-            assert (y - plain(x)).abs().max() < _tolerance(in_features)
+            assert (y - plain(x)).abs().max() < linear_tolerance(in_features)
 
 
 def test_a_row_has_the_same_bits_in_every_batch(cpu: Ops) -> None:

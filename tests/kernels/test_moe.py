@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kernels.ops import GroupedLinear, Ops
-from tests.kernels.test_linear import _tolerance
+from tests.kernels.tolerance import linear_tolerance
 
 
 def _weight(num_groups: int, out_features: int, in_features: int) -> torch.Tensor:
@@ -40,7 +40,7 @@ def test_every_row_meets_the_weight_of_its_group(
     assert y.shape == (sum(sizes), out_features)
     groups = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
     expected = (weight[groups] @ x[:, :, None])[:, :, 0]
-    torch.testing.assert_close(y, expected, rtol=0, atol=_tolerance(in_features))
+    torch.testing.assert_close(y, expected, rtol=0, atol=linear_tolerance(in_features))
 
 
 def test_rows_of_x_may_be_strided_and_nothing_beside_them_is_read(ops: Ops) -> None:
@@ -51,7 +51,7 @@ def test_rows_of_x_may_be_strided_and_nothing_beside_them_is_read(ops: Ops) -> N
     part = x[2:7, 30:70]
     expected = grouped(part.contiguous(), sizes)
     assert expected.isfinite().all()
-    torch.testing.assert_close(grouped(part, sizes), expected, rtol=0, atol=_tolerance(40))
+    torch.testing.assert_close(grouped(part, sizes), expected, rtol=0, atol=linear_tolerance(40))
 
 
 def test_a_row_of_nan_stays_in_its_row(ops: Ops) -> None:

@@ -7,22 +7,12 @@ from hypothesis import strategies as st
 
 from kvtransfer.layout import DTYPE_BYTES, KVLayout
 from kvtransfer.reshard import ReshardPlan, plan_transfer
+from tests.kvtransfer.sharded import held_heads
 
 
 def rank_layout(base: KVLayout, tp_rank: int, tp_size: int) -> KVLayout:
     heads = 1 if base.kv_lora_rank else max(1, base.num_model_heads // tp_size)
     return replace(base, tp_rank=tp_rank, tp_size=tp_size, num_kv_heads=heads)
-
-
-def held_heads(layout: KVLayout) -> list[int]:
-    """Which model heads a rank holds, by listing slots: independent of the planner."""
-    if layout.kv_lora_rank:
-        return [0]
-    total, size = layout.num_model_heads, layout.tp_size
-    num_slots = max(total, size)
-    per_rank = num_slots // size
-    slots = range(layout.tp_rank * per_rank, (layout.tp_rank + 1) * per_rank)
-    return [slot * total // num_slots for slot in slots]
 
 
 def fill(layout: KVLayout, blocks: list[int], num_blocks: int, model: torch.Tensor) -> torch.Tensor:

@@ -12,15 +12,7 @@ from kvtransfer.layout import KVLayout
 from kvtransfer.registration import KVMemory
 from kvtransfer.reshard import find_writers
 from tests.kvtransfer.harness import CONFIG, NUM_BLOCKS, Writer, eventually
-from tests.kvtransfer.test_sharded_transfer import (
-    MODELS,
-    Engine,
-    K,
-    begin_all,
-    fill,
-    model_values,
-    push_range,
-)
+from tests.kvtransfer.sharded import MODELS, Engine, K, begin_all, fill, model_values, push_range
 
 NUM_LAYERS = 5
 STAGES = (range(2), range(2, 5))

@@ -12,11 +12,11 @@ from engine.colocated import ColocatedEngine
 from engine.scheduler import SchedulerConfig
 from kernels.ascend.queue import StreamQueue, mark
 from kernels.npu import NpuOps
+from tests.npu.drawn import PLAIN, requests
 from tests.npu.fake_npu import FakeNpu
 from tests.npu.families import BLOCK_SIZE, family
-from tests.npu.test_graph_modes import FewAclSizes, decode
-from tests.npu.test_sampling import PLAIN, requests
-from tests.npu.test_tokens import npu_ops
+from tests.npu.graph_decode import FewAclSizes, decode
+from tests.npu.tokens import npu_ops
 
 READS = {"tolist", "item", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__index__"}
 

@@ -22,10 +22,10 @@ from tests.npu.decode_step import decode_step, static_batch
 from tests.npu.expert_parallel import expert_parallel_model
 from tests.npu.families import family, generate
 from tests.npu.ge import GEGraph, ge_graph
+from tests.npu.meta import META, Calls, meta_batch
 from tests.npu.published import PUBLISHED, ShapeGroup, one_rank
 from tests.npu.simulator_collectives import Hub, ThreadGroup
-from tests.npu.test_shapes import META, Calls, meta_batch
-from tests.npu.test_tokens import npu_ops, prompts
+from tests.npu.tokens import npu_ops, prompts
 
 assert tests.npu.simulator  # gives the NPU's operators CPU kernels
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # TorchAir's own

@@ -6,7 +6,7 @@ what was recorded, with the lengths that each task was last given.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,30 +17,20 @@ from torch._functorch import config as functorch
 
 import tests.npu.ge  # noqa: F401  (stops TorchAir before the Graph Engine)
 from decoder.graph import GraphRunner, select_backend
-from decoder.graph_npu import (
-    AclGraphBackend,
-    DecodeStep,
-    TorchairBackend,
-    TorchairSettings,
-    settings_of,
-)
+from decoder.graph_npu import DecodeStep, TorchairBackend, TorchairSettings, settings_of
 from decoder.graph_sizes import plan_sizes
-from engine.colocated import ColocatedEngine
-from engine.models import CausalLM
 from engine.parallel import Parallel
 from engine.parallel_config import ParallelConfig
 from engine.runner import ForwardMemory
-from engine.scheduler import SchedulerConfig
 from engine.worker.config import WorkerConfig
-from kernels.npu import NpuOps
 from tests.npu.expert_parallel import expert_parallel_model
 from tests.npu.fake_npu import FakeNpu
-from tests.npu.families import BLOCK_SIZE, CONFIGS, caches, family, make_request
+from tests.npu.families import CONFIGS, caches, family
+from tests.npu.graph_decode import FewAclSizes, FewTorchairSizes, decode
 from tests.npu.simulator_attention import air_attention
-from tests.npu.test_tokens import npu_ops, prompts
+from tests.npu.tokens import npu_ops
 from tests.npu.wheel import torch_npu
 
-LENGTHS = (5, 126, 1)
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 
 
@@ -65,53 +55,6 @@ class RunEagerly(TorchairSettings):
         config = super().config()
         config.debug.run_eagerly = True
         return config
-
-
-class FewSizes:
-    def batch_sizes(self, max_num_rows: int) -> Sequence[int]:
-        return (1, 4)
-
-
-class FewTorchairSizes(FewSizes, TorchairBackend):
-    pass
-
-
-class FewAclSizes(FewSizes, AclGraphBackend):
-    pass
-
-
-def decode(
-    model: CausalLM, ops: NpuOps, backend: Any, *, async_scheduling: bool = False
-) -> tuple[list[list[int]], GraphRunner]:
-    runners = []
-
-    def make_forward(model: CausalLM, ops: Any, memory: ForwardMemory) -> GraphRunner:
-        runners.append(GraphRunner(model, memory, backend))
-        runners[0].capture(lambda phase, progress: None)
-        return runners[0]
-
-    engine = ColocatedEngine(
-        model,
-        ops,
-        num_blocks=12,
-        block_size=BLOCK_SIZE,
-        scheduler_config=SchedulerConfig(max_num_seqs=4, max_model_len=384),
-        make_forward=make_forward,
-        async_scheduling=async_scheduling,
-    )
-    requests = [make_request(i, prompt) for i, prompt in enumerate(prompts(*LENGTHS))]
-    requests = [
-        type(request)(
-            request_id=request.request_id,
-            attempt=0,
-            token_ids=request.token_ids,
-            num_prompt_tokens=request.num_prompt_tokens,
-            sampling=type(request.sampling)(max_tokens=4 + 3 * i, ignore_eos=True),
-        )
-        for i, request in enumerate(requests)
-    ]
-    engine.generate(requests)
-    return [request.token_ids for request in requests], runners[0]
 
 
 @pytest.mark.parametrize("name", CONFIGS)

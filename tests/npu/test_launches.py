@@ -12,8 +12,8 @@ from engine.checkpoint.config import parse_model_config
 from engine.layers.layer import pack_weights
 from engine.models import build_model
 from kernels.npu import NpuOps
+from tests.npu.meta import META, meta_batch
 from tests.npu.published import PUBLISHED
-from tests.npu.test_shapes import META, meta_batch
 
 DOCS = Path(__file__).parents[2] / "docs" / "npu.md"
 NUM_LAYERS = {"Qwen2.5-3B": 36, "Qwen3-30B-A3B": 48, "DeepSeek-V3": 61}

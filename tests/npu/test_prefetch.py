@@ -9,8 +9,8 @@ from kernels.npu import NpuOps
 from tests.npu.decode_step import decode_step, static_batch
 from tests.npu.families import family
 from tests.npu.ge import GEGraph, ge_graph
+from tests.npu.meta import META, Calls
 from tests.npu.published import PUBLISHED
-from tests.npu.test_shapes import META, Calls
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # TorchAir's own
 

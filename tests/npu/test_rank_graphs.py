@@ -24,9 +24,9 @@ from tests.npu.expert_parallel import NUM_SEQS, expert_parallel_model
 from tests.npu.fake_npu import FakeNpu
 from tests.npu.families import BLOCK_SIZE, caches, family, generate, make_request
 from tests.npu.ge import GEGraph, ge_graph
+from tests.npu.rank_models import LENGTHS, SPARSE, RankGroups, rank_model
 from tests.npu.simulated_experts import Network, ThreadGroup
-from tests.npu.test_expert_ranks import LENGTHS, SPARSE, RankGroups, rank_model
-from tests.npu.test_tokens import prompts
+from tests.npu.tokens import prompts
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # TorchAir's own
 

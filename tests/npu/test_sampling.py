@@ -11,23 +11,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tests.npu.simulator  # noqa: F401  (gives the NPU's operators CPU kernels)
 from engine.colocated import ColocatedEngine
 from engine.device_draw import can_draw
-from engine.request import Request, SamplingParams
 from engine.scheduler import SchedulerConfig
 from kernels.ascend.sampling import top_k_top_p
 from kernels.ops import Ops
 from kernels.reference import ReferenceOps
+from tests.npu.drawn import PLAIN, requests
 from tests.npu.families import BLOCK_SIZE, family
-from tests.npu.test_shapes import META
-from tests.npu.test_tokens import npu_ops, prompts
-
-PLAIN: Sequence[dict[str, Any]] = (
-    {},
-    {"temperature": 0.0},
-    {"temperature": 0.7, "top_k": 5},
-    {"top_p": 0.8},
-    {"top_k": 40, "top_p": 0.6, "min_p": 0.02},
-    {"temperature": 1.5, "min_p": 0.1},
-)
+from tests.npu.meta import META
+from tests.npu.tokens import npu_ops
 
 
 class Narrowings(TorchDispatchMode):
@@ -40,22 +31,6 @@ class Narrowings(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += func._schema.name == "npu::npu_top_k_top_p"
         return func(*args, **(kwargs or {}))
-
-
-def requests(options: Sequence[dict[str, Any]]) -> list[Request]:
-    lengths = [3 + 7 * i for i in range(len(options))]
-    return [
-        Request(
-            request_id=f"request-{i}",
-            attempt=0,
-            token_ids=prompt,
-            num_prompt_tokens=len(prompt),
-            sampling=SamplingParams(
-                **{"temperature": 1.0, "seed": i, "max_tokens": 12, "ignore_eos": True} | chosen
-            ),
-        )
-        for i, (prompt, chosen) in enumerate(zip(prompts(*lengths), options, strict=True))
-    ]
 
 
 def draw_tokens(ops: Ops, options: Sequence[dict[str, Any]]) -> list[list[int]]:

@@ -4,25 +4,19 @@ The models are built at full width on the meta device, a few layers of them, and
 decode step. A wrong argument raises in the wheel; a wrong shape or dtype raises in the next call.
 """
 
-from typing import Any
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.batch import KVBatch
 from engine.checkpoint.config import parse_model_config
-from engine.kv_layout import kv_layout, poisoned_caches
 from engine.layers.layer import pack_weights
 from engine.models import CausalLM, build_model
 from kernels.ascend.options import NpuOptions
 from kernels.npu import NpuOps
+from tests.npu.meta import META, Calls, meta_batch
 from tests.npu.published import PUBLISHED, one_rank
 from tests.npu.wheel import torch_npu
 
 assert torch_npu  # its shape functions work without a device
-META = torch.device("meta")
-BLOCK_SIZE = 128
 ATTENTION = {"npu_fused_infer_attention_score_v2"}
 ALWAYS = {"npu_rms_norm", "npu_add_rms_norm", "npu_swiglu"} | ATTENTION
 GQA = {"npu_rotary_mul", "npu_scatter_nd_update_"}
@@ -35,50 +29,12 @@ EXPECTED = {
 }
 
 
-class Calls(TorchDispatchMode):
-    """Notes which of the NPU's operators run, and that each gives what the wheel says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "npu":
-            self.names.add(func._schema.name.removeprefix("npu::"))
-            self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
 def meta_model(name: str, ops: NpuOps, tp_size: int, quantization: str) -> CausalLM:
     config = parse_model_config(PUBLISHED[name] | {"num_hidden_layers": 2})
     with META:
         model = build_model(config, ops, one_rank(tp_size))
         pack_weights(model, quantization)  # type: ignore[arg-type]
     return model
-
-
-def meta_batch(
-    model: CausalLM,
-    tp_size: int,
-    seqlens: list[int],
-    contexts: list[int],
-    cache_dtype: str = "bfloat16",
-) -> KVBatch:
-    layout = kv_layout(model.config, BLOCK_SIZE, dtype=cache_dtype)
-    with META:
-        caches = poisoned_caches(layout.for_rank(0, tp_size), 65)
-    num_tokens, num_decodes = sum(seqlens), len(seqlens) if max(seqlens) == 1 else 0
-    return KVBatch(
-        *caches,
-        slot_mapping=torch.empty(num_tokens, dtype=torch.int32, device=META),
-        block_table=torch.empty(len(seqlens), 32, dtype=torch.int32, device=META),
-        cu_seqlens_q=torch.tensor([0, *seqlens], dtype=torch.int32).cumsum(0).int(),
-        context_lens=torch.tensor(contexts, dtype=torch.int32),
-        max_seqlen_q=max(seqlens),
-        num_decode_seqs=num_decodes,
-        num_decode_tokens=num_decodes,
-    )
 
 
 @torch.inference_mode()

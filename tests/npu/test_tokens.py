@@ -9,11 +9,10 @@ from torch import Tensor
 
 import tests.npu.simulated_experts  # noqa: F401  (and the simulator, which it imports)
 from engine.batch import KVBatch
-from kernels.ascend.options import NpuOptions
-from kernels.npu import NpuOps
 from kernels.quantized import QuantizedRows, whole
 from kernels.reference import ReferenceOps
 from tests.npu.families import CONFIGS, caches, family, generate
+from tests.npu.tokens import npu_ops, prompts
 
 NUM_TOKENS = 33  # one by the prefill, 32 by decode steps
 ALL_EXPERTS = {
@@ -21,15 +20,6 @@ ALL_EXPERTS = {
     "deepseek_v3": {"num_experts_per_tok": 16, "topk_group": 4},
 }
 PREFIX = [(7 * i) % 93 + 3 for i in range(256)]
-
-
-def npu_ops(**options: bool) -> NpuOps:
-    return NpuOps(device=torch.device("cpu"), dtype=torch.float32, options=NpuOptions(**options))
-
-
-def prompts(*lengths: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randint(3, 96, (n,), generator=generator).tolist() for n in lengths]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
