@@ -227,9 +227,14 @@ class NpuOps:
             is_multi_stream=self.options.multi_stream,
         )
 
-    def moe_gating_topk_softmax(self, router_logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def moe_gating_topk_softmax(
+        self, router_logits: Tensor, k: int, *, is_normalized: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """See `Ops.moe_gating_topk_softmax`."""
-        return routing.gating_topk_softmax(router_logits, k)
+        topk_weights, topk_ids = routing.gating_topk_softmax(router_logits, k)
+        if is_normalized:
+            topk_weights = topk_weights / topk_weights.sum(dim=-1, keepdim=True)
+        return topk_weights, topk_ids
 
     def moe_gating_topk(
         self, router_logits: Tensor, gating: Gating, correction_bias: Tensor | None
@@ -246,6 +251,10 @@ class NpuOps:
     def moe_finalize_routing(self, rows: Tensor, row_index: Tensor, topk_weights: Tensor) -> Tensor:
         """See `Ops.moe_finalize_routing`."""
         return routing.finalize_routing(rows, row_index, topk_weights)
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """See `Ops.add`."""
+        return x + y
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `Ops.rms_norm`."""

@@ -157,11 +157,13 @@ class Ops(Protocol):
         """
         ...
 
-    def moe_gating_topk_softmax(self, router_logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def moe_gating_topk_softmax(
+        self, router_logits: Tensor, k: int, *, is_normalized: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """The k largest of softmax(router_logits), largest first, and which they are.
 
-        router_logits: [T, num_experts] -> topk_weights [T, k] float32, not normalised again;
-        topk_ids [T, k] int32 or int64.
+        router_logits: [T, num_experts] -> topk_weights [T, k] float32, divided by their sum if
+        is_normalized; topk_ids [T, k] int32 or int64.
         """
         ...
 
@@ -192,6 +194,10 @@ class Ops(Protocol):
         rows: [T * k, H]; topk_weights: [T, k] float32 -> [T, H]. A token gets the same bits in any
         batch.
         """
+        ...
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """x + y. Both [T, H]."""
         ...
 
     def quantized_linear(self, weight: QuantizedRows, bias: Tensor | None) -> Linear:

@@ -167,9 +167,13 @@ class ReferenceOps:
     def expert_dispatch(self, group: ExchangeGroup, sizes: ExchangeSizes) -> None:
         """None: rows travel by the group's own all-to-all."""
 
-    def moe_gating_topk_softmax(self, router_logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def moe_gating_topk_softmax(
+        self, router_logits: Tensor, k: int, *, is_normalized: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Softmax over all experts, in float32, then the top k."""
         topk_weights, topk_ids = router_logits.float().softmax(dim=-1).topk(k, dim=-1)
+        if is_normalized:
+            topk_weights = topk_weights / topk_weights.sum(dim=-1, keepdim=True)
         return topk_weights, topk_ids
 
     def moe_gating_topk(
@@ -194,6 +198,10 @@ class ReferenceOps:
         # bits in any batch.
         total = weighted.new_zeros(num_tokens, rows.shape[1])
         return total.index_add_(0, row_index // k, weighted)
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """Their sum."""
+        return x + y
 
     def rotary_table(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """They themselves."""

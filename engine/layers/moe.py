@@ -265,7 +265,7 @@ class MoE(nn.Module):
     def _with_shared(self, x: Tensor, routed: Tensor) -> Tensor:
         if self.shared_experts is None or self._sums_shared:
             return routed
-        return routed + self.shared_experts.partial(x)
+        return self._ops.add(routed, self.shared_experts.partial(x))
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """-> topk_weights, topk_ids [T, k]."""
@@ -273,9 +273,8 @@ class MoE(nn.Module):
         if self._config.gating is not None:
             bias = None if self.correction is None else self.correction.bias
             return self._ops.moe_gating_topk(router_logits, self._config.gating, bias)
-        topk_weights, topk_ids = self._ops.moe_gating_topk_softmax(
-            router_logits, self._config.num_experts_per_tok
+        return self._ops.moe_gating_topk_softmax(
+            router_logits,
+            self._config.num_experts_per_tok,
+            is_normalized=self._config.norm_topk_prob,
         )
-        if self._config.norm_topk_prob:
-            topk_weights = topk_weights / topk_weights.sum(dim=-1, keepdim=True)
-        return topk_weights, topk_ids

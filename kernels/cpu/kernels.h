@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 namespace pdserve {
 
@@ -131,7 +132,12 @@ struct LinearArgs {
   float* out;         // [rows, out_features], contiguous
 };
 
+inline int64_t out_features_of(const LinearArgs& args) { return args.out_features; }
+
 void linear(const LinearArgs& args);
+
+// Several products of the same sizes, rows apart: the threads need not meet between them.
+void linear_each(const std::vector<LinearArgs>& products);
 
 // A weight in 4 or 8 bits: W = value * scale + offset, both shared by group_size neighbours of a
 // row. See quantized.h for the panels.
@@ -159,6 +165,45 @@ struct QuantizedLinearArgs {
   float* out;         // [rows, out_features], contiguous
 };
 
+inline int64_t out_features_of(const QuantizedLinearArgs& args) { return args.shape.out_features; }
+
 void quantized_linear(const QuantizedLinearArgs& args);
+
+// As linear_each.
+void quantized_linear_each(const std::vector<QuantizedLinearArgs>& products);
+
+// The choice of a token's experts; see kernels.gating.
+struct GatingArgs {
+  const float* logits;  // [rows, num_experts]
+  int64_t ld, rows, num_experts;
+  const float* bias;  // [num_experts], added to scores for the choice; or null
+  int64_t k, num_groups, num_groups_per_tok;
+  bool is_sigmoid;     // scores, else softmax
+  bool is_top2_sum;    // a group's score, else its best expert's
+  bool is_normalized;  // weights are divided by their sum
+  float scaling_factor;
+  float* weights;  // [rows, k]
+  int64_t* ids;    // [rows, k], different ones, in range whatever the logits are
+};
+
+void route(const GatingArgs& args);
+
+struct ExpertRows {
+  const float* x;  // [num_tokens, dim]
+  int64_t ld, num_tokens, dim;
+  float* out;  // [num_tokens * k, dim], contiguous
+};
+
+// ids: [num_tokens * k]. Row i of out is the token of choice index[i]: choices sorted by expert, the
+// first of equals first. sizes: [num_experts], rows of each.
+void sort_by_expert(const ExpertRows& rows, const Ids& ids, int64_t num_experts, int64_t* index,
+                    int64_t* sizes);
+
+// The way back: out[token] is the weighted sum of its rows, added in ascending order of experts.
+// weights: [num_tokens, k], by choice; index: all of [0, num_tokens * k), from sort_by_expert.
+void sum_of_experts(const float* rows, int64_t dim, const int64_t* index, const float* weights,
+                    int64_t num_tokens, int64_t k, float* out);
+
+void add(const float* x, const float* y, int64_t count, float* out);
 
 }  // namespace pdserve

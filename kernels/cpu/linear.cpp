@@ -5,6 +5,7 @@
 // microkernel.h for why results do not depend on the batch.
 #include "kernels.h"
 #include "microkernel.h"
+#include "panels.h"
 
 #include <algorithm>
 #include <cstring>
@@ -15,7 +16,6 @@ namespace {
 constexpr int64_t kSliceBytes = 8 * 1024;  // of a panel: this one, the next and rows of x fit 32 KB
 constexpr int64_t kRowBlockBytes = 256 * 1024;  // of x: half a second-level cache
 constexpr int64_t kSliceDepth = kSliceBytes / (kTileCols * sizeof(float));
-constexpr int64_t kChunksPerThread = 8;
 
 int64_t rows_per_block(int64_t in_features) {
   const int64_t rows = kRowBlockBytes / (in_features * static_cast<int64_t>(sizeof(float)));
@@ -65,6 +65,21 @@ void multiply_last_panel(const LinearArgs& args, int64_t panel, int64_t first_ro
   }
 }
 
+void multiply_panels(const LinearArgs& args, int64_t begin, int64_t end) {
+  const int64_t block = rows_per_block(args.in_features);
+  for (int64_t row = 0; row < args.rows; row += block) {
+    const int64_t rows = std::min(block, args.rows - row);
+    for (int64_t panel = begin; panel < end; ++panel) {
+      const int64_t first_col = panel * kTileCols;
+      if (first_col + kTileCols <= args.out_features)
+        multiply_panel(args, panel, row, rows, args.out + row * args.out_features + first_col,
+                       args.out_features);
+      else
+        multiply_last_panel(args, panel, row, rows);
+    }
+  }
+}
+
 }  // namespace
 
 int64_t panel_cols() { return kTileCols; }
@@ -90,23 +105,10 @@ void packed_rows(const float* packed, int64_t in_features, const Ids& ids, float
   });
 }
 
-void linear(const LinearArgs& args) {
-  const int64_t num_panels = ceil_div<int64_t>(args.out_features, kTileCols);
-  const int64_t block = rows_per_block(args.in_features);
-  const int64_t chunk = std::max<int64_t>(1, num_panels / (kChunksPerThread * num_threads()));
-  parallel_dynamic(num_panels, chunk, [&](int64_t begin, int64_t end) {
-    for (int64_t row = 0; row < args.rows; row += block) {
-      const int64_t rows = std::min(block, args.rows - row);
-      for (int64_t panel = begin; panel < end; ++panel) {
-        const int64_t first_col = panel * kTileCols;
-        if (first_col + kTileCols <= args.out_features)
-          multiply_panel(args, panel, row, rows, args.out + row * args.out_features + first_col,
-                         args.out_features);
-        else
-          multiply_last_panel(args, panel, row, rows);
-      }
-    }
-  });
+void linear(const LinearArgs& args) { each_product(&args, 1, multiply_panels); }
+
+void linear_each(const std::vector<LinearArgs>& products) {
+  each_product(products.data(), products.size(), multiply_panels);
 }
 
 }  // namespace pdserve

@@ -6,6 +6,7 @@
 // one chain of fused multiply-adds that linear.cpp computes on the widened weights: the same bits,
 // in any batch.
 #include "microkernel.h"
+#include "panels.h"
 #include "quantized.h"
 
 #include <array>
@@ -15,7 +16,6 @@ namespace {
 
 constexpr int64_t kSliceDepth = 128;            // inputs kept at a time: half of 32 KB
 constexpr int64_t kRowBlockBytes = 512 * 1024;  // of x: half a second-level cache
-constexpr int64_t kChunksPerThread = 8;
 
 // Where in a panel the next weights are.
 struct PanelReader {
@@ -139,23 +139,27 @@ void multiply_last_panel(const QuantizedLinearArgs& args, int64_t panel, int64_t
 }
 
 template <int Bits>
-void multiply_all(const QuantizedLinearArgs& args) {
-  const int64_t width = args.shape.out_features, num_panels = ceil_div<int64_t>(width, kTileCols);
+void multiply_panels_of(const QuantizedLinearArgs& args, int64_t begin, int64_t end) {
+  const int64_t width = args.shape.out_features;
   const int64_t row_bytes = args.shape.in_features * static_cast<int64_t>(sizeof(float));
   const int64_t block = std::max<int64_t>(8, kRowBlockBytes / row_bytes / kTileRows) * kTileRows;
-  const int64_t chunk = std::max<int64_t>(1, num_panels / (kChunksPerThread * num_threads()));
-  parallel_dynamic(num_panels, chunk, [&](int64_t begin, int64_t end) {
-    for (int64_t row = 0; row < args.rows; row += block) {
-      const int64_t rows = std::min(block, args.rows - row);
-      for (int64_t panel = begin; panel < end; ++panel) {
-        const int64_t first_col = panel * kTileCols;
-        if (first_col + kTileCols <= width)
-          multiply_panel<Bits>(args, panel, row, rows, args.out + row * width + first_col, width);
-        else
-          multiply_last_panel<Bits>(args, panel, row, rows);
-      }
+  for (int64_t row = 0; row < args.rows; row += block) {
+    const int64_t rows = std::min(block, args.rows - row);
+    for (int64_t panel = begin; panel < end; ++panel) {
+      const int64_t first_col = panel * kTileCols;
+      if (first_col + kTileCols <= width)
+        multiply_panel<Bits>(args, panel, row, rows, args.out + row * width + first_col, width);
+      else
+        multiply_last_panel<Bits>(args, panel, row, rows);
     }
-  });
+  }
+}
+
+void multiply_panels(const QuantizedLinearArgs& args, int64_t begin, int64_t end) {
+  if (args.shape.num_bits == 8)
+    multiply_panels_of<8>(args, begin, end);
+  else
+    multiply_panels_of<4>(args, begin, end);
 }
 
 void put_factor(uint8_t* to, bool is_half, int64_t index, float value) {
@@ -251,11 +255,10 @@ void quantized_rows(const QuantizedShape& shape, const uint8_t* packed, const Id
   });
 }
 
-void quantized_linear(const QuantizedLinearArgs& args) {
-  if (args.shape.num_bits == 8)
-    multiply_all<8>(args);
-  else
-    multiply_all<4>(args);
+void quantized_linear(const QuantizedLinearArgs& args) { each_product(&args, 1, multiply_panels); }
+
+void quantized_linear_each(const std::vector<QuantizedLinearArgs>& products) {
+  each_product(products.data(), products.size(), multiply_panels);
 }
 
 }  // namespace pdserve

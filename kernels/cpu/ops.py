@@ -1,7 +1,8 @@
-"""The ops on the C++ kernels, and their shapes for torch.compile."""
+"""The ops on the C++ kernels."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch.nn import functional
 
 from kernels import mla
 from kernels.cpu.build import build
+from kernels.cpu.fakes import register_fakes
 from kernels.device_queue import ThreadQueue, Wait, nothing_to_wait_for
 from kernels.experts import ExchangeGroup, ExchangeSizes, ExpertsByParts, GroupedProduct
 from kernels.gating import Gating
@@ -17,8 +19,6 @@ from kernels.latent import LatentWeights
 from kernels.narrowing import top_k_top_p
 from kernels.packed import PackedWeight
 from kernels.quantized import QuantizedRows
-from kernels.reference import LinearPerGroup, ReferenceOps
-from kernels.routing import gating_topk
 
 # Expanded keys and values of latent attention that exist at once: 64 MiB.
 _EXPANDED_FLOATS = 1 << 24
@@ -44,6 +44,10 @@ class CpuLinear:
             x, self._packed, self._bias, self.out_features
         )
         return result
+
+    def join(self, groups: Any) -> None:
+        """Become the next group of a pdserve_cpu.GroupedLinear."""
+        groups.add(self._packed)
 
     def packed(self) -> PackedWeight:
         """See `Linear.packed`."""
@@ -89,6 +93,10 @@ class CpuQuantizedLinear:
         )
         return result
 
+    def join(self, groups: Any) -> None:
+        """Become the next group of a pdserve_cpu.GroupedLinear."""
+        groups.add_quantized(self._packed, *self._form[2:])
+
     def packed(self) -> PackedWeight:
         """See `Linear.packed`."""
         return PackedWeight.of(self._packed, self._bias, form=self._form)
@@ -97,6 +105,34 @@ class CpuQuantizedLinear:
         """row_ids: [T] -> [T, in_features]: rows of W, dequantised."""
         result: Tensor = torch.ops.pdserve_cpu.quantized_rows(self._packed, row_ids, *self._form)
         return result
+
+
+class CpuGroupedLinear:
+    """Weights per group, all in floats or all in few bits; whatever is routed, one region of work.
+
+    Implements `kernels.ops.GroupedLinear`.
+    """
+
+    def __init__(self, linears: Sequence[CpuLinear] | Sequence[CpuQuantizedLinear]) -> None:
+        """linears: of one shape, without biases."""
+        self.num_groups = len(linears)
+        self.in_features, self.out_features = linears[0].in_features, linears[0].out_features
+        self._linears = linears
+        self._groups = torch.classes.pdserve_cpu.GroupedLinear(self.out_features, self.in_features)
+        for linear in linears:
+            linear.join(self._groups)
+
+    def __call__(self, x: Tensor, group_sizes: Tensor) -> Tensor:
+        """See `GroupedLinear`; a row is the same in any batch.
+
+        Raises: ValueError: the sizes do not fit the rows or the groups.
+        """
+        result: Tensor = self._groups.call(x, group_sizes)
+        return result
+
+    def packed(self, group: int) -> PackedWeight:
+        """See `GroupedLinear.packed`."""
+        return self._linears[group].packed()
 
 
 def _pack_quantized(weight: QuantizedRows, *, has_half_factors: bool) -> Tensor | None:
@@ -166,14 +202,13 @@ class CpuOps:
     def prefetch(self, linear: object, dependency: Tensor) -> None:
         """Nothing: the processor does it by itself."""
 
-    def grouped_linear(self, weight: Tensor) -> LinearPerGroup:
+    def grouped_linear(self, weight: Tensor) -> CpuGroupedLinear:
         """Pack every group; the caller drops its own copy."""
-        return LinearPerGroup([CpuLinear(group, None) for group in weight], weight.shape)
+        return CpuGroupedLinear([CpuLinear(group, None) for group in weight])
 
-    def grouped_quantized_linear(self, weights: Sequence[QuantizedRows]) -> LinearPerGroup:
+    def grouped_quantized_linear(self, weights: Sequence[QuantizedRows]) -> CpuGroupedLinear:
         """Pack every group; the caller drops its own copy."""
-        shape = torch.Size((len(weights), *weights[0].shape))
-        return LinearPerGroup([CpuQuantizedLinear(weight, None) for weight in weights], shape)
+        return CpuGroupedLinear([CpuQuantizedLinear(weight, None) for weight in weights])
 
     def gated_experts(self, gate_up: GroupedProduct, down: GroupedProduct) -> ExpertsByParts:
         """One op after the other."""
@@ -182,25 +217,46 @@ class CpuOps:
     def expert_dispatch(self, group: ExchangeGroup, sizes: ExchangeSizes) -> None:
         """None: rows travel by the group's own all-to-all."""
 
-    def moe_gating_topk_softmax(self, router_logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """See `Ops.moe_gating_topk_softmax`; torch is fast enough for so few numbers."""
-        return ReferenceOps().moe_gating_topk_softmax(router_logits, k)
+    def moe_gating_topk_softmax(
+        self, router_logits: Tensor, k: int, *, is_normalized: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """See `Ops.moe_gating_topk_softmax`."""
+        gating = Gating(num_experts_per_tok=k, is_normalized=is_normalized)
+        return self.moe_gating_topk(router_logits, gating, None)
 
     def moe_gating_topk(
         self, router_logits: Tensor, gating: Gating, correction_bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """See `Ops.moe_gating_topk`."""
-        return gating_topk(router_logits, gating, correction_bias)
+        """See `Ops.moe_gating_topk`; of equals the first is chosen first."""
+        topk_weights, topk_ids = torch.ops.pdserve_cpu.moe_gating_topk(
+            router_logits,
+            correction_bias,
+            gating.num_experts_per_tok,
+            gating.scoring == "sigmoid",
+            gating.num_groups,
+            gating.num_groups_per_tok,
+            gating.group_scoring == "top2_sum",
+            gating.is_normalized,
+            gating.scaling_factor,
+        )
+        return topk_weights, topk_ids
 
     def moe_init_routing(
         self, x: Tensor, topk_ids: Tensor, num_experts: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Ops.moe_init_routing`."""
-        return ReferenceOps().moe_init_routing(x, topk_ids, num_experts)
+        """See `Ops.moe_init_routing`; row i comes from the row_index[i]-th choice of all."""
+        rows, row_index, sizes = torch.ops.pdserve_cpu.moe_init_routing(x, topk_ids, num_experts)
+        return rows, row_index, sizes
 
     def moe_finalize_routing(self, rows: Tensor, row_index: Tensor, topk_weights: Tensor) -> Tensor:
         """See `Ops.moe_finalize_routing`."""
-        return ReferenceOps().moe_finalize_routing(rows, row_index, topk_weights)
+        result: Tensor = torch.ops.pdserve_cpu.moe_finalize_routing(rows, row_index, topk_weights)
+        return result
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """See `Ops.add`."""
+        result: Tensor = torch.ops.pdserve_cpu.add(x, y)
+        return result
 
     def rotary_table(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """They themselves."""
@@ -411,72 +467,5 @@ def load() -> CpuOps:
     Raises: BuildError: they cannot be built. OSError: they cannot be loaded.
     """
     torch.ops.load_library(str(build()))  # type: ignore[no-untyped-call]
-    _register_fakes()
+    register_fakes()
     return CpuOps()
-
-
-def _register_fakes() -> None:
-    def fake_linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
-        return x.new_empty((x.shape[0], out_features))
-
-    def fake_packed_rows(packed: Tensor, row_ids: Tensor, out_features: int) -> Tensor:
-        return packed.new_empty((row_ids.shape[0], packed.shape[1]))
-
-    def fake_quantized_rows(
-        packed: Tensor, row_ids: Tensor, out_features: int, in_features: int, *_: int
-    ) -> Tensor:
-        return packed.new_empty((row_ids.shape[0], in_features), dtype=torch.float32)
-
-    def fake_quantized_linear(
-        x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int, *_: int
-    ) -> Tensor:
-        return x.new_empty((x.shape[0], out_features))
-
-    def fake_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return x.new_empty(x.shape)
-
-    def fake_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return x.new_empty(x.shape)
-
-    def fake_rotary_kv_write(q: Tensor, *_: Tensor | None) -> Tensor:
-        return q.new_empty(q.shape)
-
-    def fake_paged_attention(q: Tensor, *_: Tensor | float | None) -> Tensor:
-        return q.new_empty(q.shape)
-
-    def fake_mla_paged_attention(q_latent: Tensor, *_: Tensor | float | None) -> Tensor:
-        return q_latent.new_empty(q_latent.shape)
-
-    def fake_interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return x.new_empty(x.shape)
-
-    def fake_kv_rmsnorm_rope(*_: Tensor | float | None) -> None:
-        return None
-
-    def fake_head_matmul(x: Tensor, weight: Tensor) -> Tensor:
-        return x.new_empty((*x.shape[:2], weight.shape[2]))
-
-    def fake_silu_mul(gate_up: Tensor) -> Tensor:
-        return gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
-
-    def fake_embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
-        return weight.new_empty((token_ids.shape[0], weight.shape[1]))
-
-    fakes: dict[str, Callable[..., Tensor | None]] = {
-        "linear": fake_linear,
-        "quantized_linear": fake_quantized_linear,
-        "quantized_rows": fake_quantized_rows,
-        "packed_rows": fake_packed_rows,
-        "rms_norm": fake_rms_norm,
-        "add_rms_norm": fake_add_rms_norm,
-        "rotary_kv_write": fake_rotary_kv_write,
-        "paged_attention": fake_paged_attention,
-        "mla_paged_attention": fake_mla_paged_attention,
-        "interleave_rope": fake_interleave_rope,
-        "kv_rmsnorm_rope": fake_kv_rmsnorm_rope,
-        "head_matmul": fake_head_matmul,
-        "silu_mul": fake_silu_mul,
-        "embedding": fake_embedding,
-    }
-    for name, fake in fakes.items():
-        torch.library.register_fake(f"pdserve_cpu::{name}", fake)

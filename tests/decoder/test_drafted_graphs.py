@@ -5,7 +5,13 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from torch import Tensor
-from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
+from transformers import (
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from decoder.native_graph import NativeBackend
 from engine.batch import BatchBuilder
@@ -58,6 +64,16 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "latent attention as in Lite": lambda: tiny_deepseek(
         "v2", q_lora_rank=None, v_head_dim=40, first_k_dense_replace=2
     ),
+    "experts": lambda: tiny_hf(
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig,
+        num_experts=10,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        norm_topk_prob=True,
+    ),
+    "experts in groups": lambda: tiny_deepseek("v3", n_routed_experts=16, n_shared_experts=2),
+    "experts of the best groups": lambda: tiny_deepseek("v2", first_k_dense_replace=0),
 }
 
 

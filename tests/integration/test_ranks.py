@@ -57,7 +57,7 @@ async def test_tokens_are_those_of_one_process(
         (decoder,) = service.of_role("decoder")
         stats = decoder.stats()
         assert stats.num_graph_replays > _NUM_TOKENS
-        assert set(stats.eager_steps) == {"prompt tokens in the batch"}
+        assert set(stats.eager_steps) <= {"prompt tokens in the batch"}
         (prefiller,) = service.of_role("prefiller")
         assert sum(t.num_transfers for t in prefiller.stats().transfers) >= 5
         service.assert_idle()

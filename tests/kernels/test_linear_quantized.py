@@ -138,3 +138,14 @@ def test_weights_of_different_forms_go_side_by_side_if_their_groups_are_alike() 
         assert part.form == fused.form
         assert torch.equal(part.dequantize(), whole(padded).dequantize()[index])
     assert concat_rows([*mixed, make_weight("AWQ", 2, 64)]) is None
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_groups_have_the_bits_of_their_linears(cpu: Ops, form: str) -> None:
+    weights = [make_weight(form, 70, 64, seed) for seed in range(4)]
+    sizes = torch.tensor([3, 0, 20, 1])
+    x = torch.randn(24, 64)
+    parts = x.split(sizes.tolist())
+    expected = [cpu.quantized_linear(w, None)(p) for w, p in zip(weights, parts, strict=True)]
+    grouped = cpu.grouped_quantized_linear(weights)
+    assert torch.equal(grouped(x, sizes), torch.cat(expected))

@@ -81,3 +81,55 @@ def test_gating_picks_the_largest_of_the_softmax_over_all(
         assert ids.tolist() == ranked
         expected = row.exp()[ranked] / row.exp().sum()
         torch.testing.assert_close(weights.double(), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("is_normalized", [False, True])
+def test_gating_divides_by_the_sum_where_it_is_asked_to(ops: Ops, is_normalized: bool) -> None:
+    topk_weights, _ = ops.moe_gating_topk_softmax(
+        torch.randn(20, 9), 4, is_normalized=is_normalized
+    )
+    sums = topk_weights.sum(dim=-1)
+    assert bool(((sums - 1).abs() < 1e-6).all()) == is_normalized
+
+
+def test_rows_without_numbers_go_to_different_experts_and_disturb_no_other(cpu: Ops) -> None:
+    logits = torch.randn(5, 12)
+    expected = cpu.moe_gating_topk_softmax(logits, 4)
+    logits[2] = torch.nan
+    logits[3, 7] = torch.nan
+    topk_weights, topk_ids = cpu.moe_gating_topk_softmax(logits, 4)
+    for row in (0, 1, 4):
+        assert torch.equal(topk_weights[row], expected[0][row])
+        assert torch.equal(topk_ids[row], expected[1][row])
+    for row in (2, 3):
+        assert len(set(topk_ids[row].tolist())) == 4
+        assert 0 <= topk_ids[row].min() <= topk_ids[row].max() < 12
+
+
+@pytest.mark.parametrize(("num_tokens", "k", "num_experts"), [(1, 2, 4), (37, 3, 5), (0, 2, 3)])
+def test_rows_go_to_their_experts_in_order_and_come_back(
+    ops: Ops, num_tokens: int, k: int, num_experts: int
+) -> None:
+    x = torch.randn(num_tokens, 50)[:, 3:40]
+    ids = torch.rand(num_tokens, num_experts).argsort(dim=-1)[:, :k].contiguous()
+    weights = torch.rand(num_tokens, k)
+    rows, row_index, sizes = ops.moe_init_routing(x, ids, num_experts)
+    expert_ids = ids.flatten()[row_index]
+    assert torch.equal(sizes, torch.bincount(ids.flatten(), minlength=num_experts))
+    assert torch.equal(expert_ids, expert_ids.sort(stable=True).values)
+    assert torch.equal(row_index, ids.flatten().sort(stable=True).indices)
+    assert torch.equal(rows, x[row_index // k])
+    scaled = rows * (1 + expert_ids[:, None])
+    expected = x * (weights * (1 + ids)).sum(dim=-1, keepdim=True)
+    out = ops.moe_finalize_routing(scaled, row_index, weights)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_ids_that_no_expert_has_are_refused(cpu: Ops) -> None:
+    with pytest.raises(IndexError, match=r"id 3 is not in \[0, 3\)"):
+        cpu.moe_init_routing(torch.zeros(2, 4), torch.tensor([[0], [3]]), 3)
+
+
+def test_a_sum_is_that_of_both(ops: Ops) -> None:
+    x, y = torch.randn(5, 37), torch.randn(5, 37)
+    assert torch.equal(ops.add(x, y), x + y)
