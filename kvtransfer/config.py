@@ -43,6 +43,10 @@ class KVTransferConfig:
     """Longest such pause; below progress_timeout_s, so that a transfer outlives it."""
     max_batch_bytes: Annotated[int, Ge(1)] = 8 * MIB
     """Bytes handed to a transport at once; an abort takes effect between batches."""
+    min_batch_bytes: Annotated[int, Ge(0)] = 4 * MIB
+    """Layers are written as they are computed, but not in less than this while more is to come:
+    each batch wakes threads that take a core from what computes.
+    """
     report_bytes: Annotated[int, Ge(1)] = 8 * MIB
     """Bytes to hash, of whole layers that are written, that the reader is told of, to verify them
     while the rest is on its way.

@@ -71,6 +71,8 @@ class RankTransfer:
         self._unreported: list[int] = []
         layer_bytes = layout.block_bytes_all_layers // layout.num_layers
         self._copies_per_push = max(1, config.max_batch_bytes // layer_bytes)
+        self._copies_per_batch = max(1, config.min_batch_bytes // layer_bytes)
+        self._num_queued = 0
         self._pushed_layer_bytes = len(block_indices) * layer_bytes
 
     def push(self, layer_idx: int, blocks: Sequence[BlockCopy], wait_computed: Wait) -> None:
@@ -80,21 +82,26 @@ class RankTransfer:
             if self._error or self._is_concluded:
                 return
             assert not self._is_finished, "push after finish"
-            if not self._pushes and self._is_granted:
-                self._progress_s = time.monotonic()
+            was_due = self._is_due()
             for start in range(0, len(blocks), step):
                 copies = tuple(blocks[start : start + step])
                 self._pushes.append(Push(layer_idx, copies, wait_computed))
-        self._wake()
+            self._num_queued += len(blocks)
+            is_due = self._is_due()
+            if is_due and not was_due and self._is_granted:
+                self._progress_s = time.monotonic()
+        if is_due:
+            self._wake()
 
     def finish(self) -> None:
         """State that nothing more will be pushed. on_done follows when all of it is written."""
         with self._lock:
             if self._is_finished:
                 return
+            was_due = self._is_due()
             self._is_finished = True
             self._finish_s = time.monotonic()
-            if not self._pushes and self._is_granted:
+            if not was_due and self._is_granted:
                 self._progress_s = self._finish_s
         self._wake()
 
@@ -114,7 +121,7 @@ class RankTransfer:
             if not self._error:
                 self._error, self.is_withdrawn = reason or "aborted", withdrawn
                 self._failed_s = time.monotonic()
-            self._pushes.clear()
+            self._drop_pushes()
 
     def grant(self) -> None:
         """The reader lets this transfer write."""
@@ -123,15 +130,20 @@ class RankTransfer:
             self._progress_s = time.monotonic()
 
     def take_batch(self) -> list[Push]:
-        """Take the next pushes to write, up to max_batch_bytes; empty if there is nothing now."""
+        """Take the next pushes to write, up to max_batch_bytes; empty if there is nothing now, or
+        less than min_batch_bytes while more is to come.
+        """
         batch: list[Push] = []
         num_copies = 0
         with self._lock:
-            while self._is_granted and self._pushes:
+            if not (self._is_granted and self._is_due()):
+                return batch
+            while self._pushes:
                 num_copies += len(self._pushes[0].copies)
                 if batch and num_copies > self._copies_per_push:
                     break
                 batch.append(self._pushes.popleft())
+                self._num_queued -= len(batch[-1].copies)
         return batch
 
     def record_batch(self, batch: Sequence[Push], checksums: Sequence[int], num_bytes: int) -> None:
@@ -166,9 +178,7 @@ class RankTransfer:
     def is_ready(self) -> bool:
         """Whether the thread of the link has something to do for this transfer, deadlines aside."""
         with self._lock:
-            return bool(self._error) or (
-                self._is_granted and (bool(self._pushes) or self._is_finished)
-            )
+            return bool(self._error) or (self._is_granted and (self._is_due() or self._is_finished))
 
     def find_error(self) -> str:
         """Why this transfer has to end without success; empty while it may go on."""
@@ -177,7 +187,7 @@ class RankTransfer:
                 what = "grant" if not self._is_granted else "write"
                 self.is_unanswered = self.is_begun and not self._is_granted
                 self._error = f"deadline passed while waiting for a {what}"
-                self._pushes.clear()
+                self._drop_pushes()
             return self._error
 
     def write_deadline_s(self, start_s: float) -> float:
@@ -210,12 +220,21 @@ class RankTransfer:
         with self._lock:
             assert not self._is_concluded, f"{self.key} concluded twice"
             self._is_concluded = True
-            self._pushes.clear()
+            self._drop_pushes()
         num_blocks = min(len(layer) for layer in self._checksums)
         self._on_done(TransferResult(self.key, not error, error, self.num_bytes, num_blocks))
 
+    def _is_due(self) -> bool:
+        """Whether what is queued is worth a batch. The lock is held."""
+        is_worth_it = self._is_finished or self._num_queued >= self._copies_per_batch
+        return bool(self._pushes) and is_worth_it
+
+    def _drop_pushes(self) -> None:
+        self._pushes.clear()
+        self._num_queued = 0
+
     def _deadline_s(self) -> float:
-        has_work = not self._is_granted or self._pushes or self._is_finished
+        has_work = not self._is_granted or self._is_due() or self._is_finished
         deadline_s = float("inf")
         if has_work:
             deadline_s = self._progress_s + self._config.progress_timeout_s

@@ -35,6 +35,7 @@ CONFIG = KVTransferConfig(
     progress_timeout_s=1.5,
     connect_timeout_s=1.0,
     abort_patience_s=1.0,
+    min_batch_bytes=0,  # these layers are small, and tests look at what is under way
 )
 
 

@@ -57,6 +57,37 @@ def test_chunks_may_be_pushed_layer_by_layer_in_any_order(checksum: str) -> None
         assert_blocks_equal(writer.memory, [1, 2, 9, 8], reader.memory, [20, 21, 22, 23])
 
 
+def test_layers_wait_until_they_are_worth_a_batch_or_nothing_more_comes() -> None:
+    layer_bytes = LAYOUT.block_bytes_all_layers // LAYOUT.num_layers
+    with pair(min_batch_bytes=4 * layer_bytes) as (writer, reader):
+        transfer = writer.begin(K, reader.expect(K, [20, 21]))
+        copies = [BlockCopy(1, 0), BlockCopy(2, 1)]
+        transfer.push(0, copies)
+        reader.assert_no_event()
+        assert transfer.num_bytes == 0
+        transfer.push(1, copies)
+        eventually(lambda: transfer.num_bytes == 4 * layer_bytes)
+        transfer.push(2, copies)
+        reader.assert_no_event()
+        assert transfer.num_bytes == 4 * layer_bytes
+        transfer.finish()
+        assert writer.next_result().ok
+        assert reader.next_event() == KVArrived(K)
+        assert_blocks_equal(writer.memory, [1, 2], reader.memory, [20, 21])
+
+
+def test_layers_that_wait_for_more_are_no_lack_of_progress() -> None:
+    with pair(min_batch_bytes=1 << 20, progress_timeout_s=0.2) as (writer, reader):
+        transfer = writer.begin(K, reader.expect(K, [20]))
+        transfer.push(0, [BlockCopy(1, 0)])
+        reader.assert_no_event(for_s=0.5)
+        for layer_idx in (1, 2):
+            transfer.push(layer_idx, [BlockCopy(1, 0)])
+        transfer.finish()
+        assert writer.next_result().ok
+        assert reader.next_event() == KVArrived(K)
+
+
 def test_a_block_is_read_only_when_the_device_has_computed_it() -> None:
     with pair(checksum="off") as (writer, reader):
         is_computed, caller = threading.Event(), threading.get_ident()
