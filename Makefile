@@ -42,6 +42,7 @@ bench: install
 	$(BIN)/python bench/bench_interference.py
 	$(BIN)/python bench/bench_proxy.py
 	$(BIN)/python bench/bench_footprint.py
+	$(BIN)/python bench/bench_lone.py
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python bench/bench_transfer.py
 	$(BIN)/python bench/bench_tiers.py
 
