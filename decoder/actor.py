@@ -6,15 +6,16 @@ from contextlib import ExitStack, contextmanager
 import grpc
 
 from decoder.graph import graph_forward
-from decoder.loop import DecodeEvent, DecodeLoop
+from decoder.loop import DecodeEvent, DecodeRole
 from decoder.pool import DecodePool
 from engine.worker.assembly import build_engine
 from engine.worker.config import WorkerConfig
 from engine.worker.endpoint import Endpoint
 from engine.worker.kv_ranks import EngineReceiver
+from engine.worker.loop import EngineLoop, Pools
 from engine.worker.process import Start, WorkerProcess
 from engine.worker.ranks import Launcher
-from kvtransfer.connector import Receiver
+from kvtransfer.connector import ReceiveEvent, Receiver
 from protos import worker_pb2, worker_pb2_grpc
 
 
@@ -28,7 +29,7 @@ def start(config_json: str, launcher: Launcher | None = None) -> WorkerProcess:
 
 
 @contextmanager
-def serve_decode(start: Start) -> Iterator[DecodeLoop]:
+def serve_decode(start: Start) -> Iterator[EngineLoop[ReceiveEvent, DecodePool]]:
     """A decode loop that is reachable at start.address while the context is open."""
     config = start.config
     with ExitStack() as stack:
@@ -63,15 +64,25 @@ def serve_decode(start: Start) -> Iterator[DecodeLoop]:
         addresses = [start.address]
         if engine.leading is not None:
             addresses += engine.leading.follower_addresses
-        pools = [
-            DecodePool(
-                engine,
-                pool,
-                endpoint.intake.replies,
-                receiver,
-                addresses[dp_rank * parallel.tp_size : (dp_rank + 1) * parallel.tp_size],
-            )
-            for dp_rank, (pool, receiver) in enumerate(zip(engine.pools, receivers, strict=True))
-        ]
+        pools = Pools(
+            [
+                DecodePool(
+                    engine,
+                    pool,
+                    endpoint.intake.replies,
+                    receiver,
+                    addresses[dp_rank * parallel.tp_size : (dp_rank + 1) * parallel.tp_size],
+                )
+                for dp_rank, (pool, receiver) in enumerate(
+                    zip(engine.pools, receivers, strict=True)
+                )
+            ]
+        )
         endpoint.serve(add_link)
-        yield DecodeLoop(engine=engine, intake=endpoint.intake, inbox=endpoint.inbox, pools=pools)
+        yield EngineLoop(
+            engine=engine,
+            intake=endpoint.intake,
+            inbox=endpoint.inbox,
+            pools=pools,
+            role=DecodeRole(engine, endpoint.intake, pools),
+        )

@@ -158,8 +158,11 @@ class DecodePool:
                 if entry.ending:
                     self.release(event.key)
 
-    def end(self, key: RequestKey) -> None:
-        """Stop whatever is done for a key; its blocks go back once no writer can touch them."""
+    def end(self, key: RequestKey, reason: str) -> None:
+        """Stop whatever is done for a key; its blocks go back once no writer can touch them.
+
+        reason: goes nowhere, a writer is told no more than that the reader gave up.
+        """
         entry = self._live_entry(key)
         if entry is None:
             return
@@ -255,14 +258,14 @@ class DecodePool:
             self._scheduler.add_running(request)
         except ValueError as error:
             self._replies.failed(request.key, worker_pb2.FAILURE_INVALID, str(error))
-            self.end(request.key)
+            self.end(request.key, str(error))
 
     def _compute(self, request: Request) -> None:
         try:
             self._scheduler.add(request)
         except QueueFull as error:
             self._replies.failed(request.key, worker_pb2.FAILURE_OVERLOADED, str(error))
-            self.end(request.key)
+            self.end(request.key, str(error))
 
     def _on_arrived(self, entry: Entry) -> None:
         entry.expecting = False

@@ -7,10 +7,12 @@ from engine.worker.assembly import build_engine
 from engine.worker.config import WorkerConfig
 from engine.worker.endpoint import Endpoint
 from engine.worker.kv_ranks import EngineSender
+from engine.worker.loop import EngineLoop, Pools
+from engine.worker.pipeline import StepEnded
 from engine.worker.process import Start, WorkerProcess
 from engine.worker.ranks import Launcher
-from kvtransfer.connector import Sender
-from prefiller.loop import PrefillEvent, PrefillLoop
+from kvtransfer.connector import Sender, TransferResult
+from prefiller.loop import PrefillEvent, PrefillRole
 from prefiller.pool import PrefillPool
 from protos import worker_pb2
 
@@ -25,7 +27,7 @@ def start(config_json: str, launcher: Launcher | None = None) -> WorkerProcess:
 
 
 @contextmanager
-def serve_prefill(start: Start) -> Iterator[PrefillLoop]:
+def serve_prefill(start: Start) -> Iterator[EngineLoop[TransferResult | StepEnded, PrefillPool]]:
     """A prefill loop that is reachable at start.address while the context is open."""
     config = start.config
     with ExitStack() as stack:
@@ -41,15 +43,23 @@ def serve_prefill(start: Start) -> Iterator[PrefillLoop]:
         )
         stack.callback(sender.close)
         endpoint: Endpoint[PrefillEvent] = Endpoint(start, engine)
-        pools = [
-            PrefillPool(
-                engine,
-                pool,
-                endpoint.intake.replies,
-                EngineSender(dp_rank, None if dp_rank else sender, engine.leading, config),
-                endpoint.inbox.put,
-            )
-            for dp_rank, pool in enumerate(engine.pools)
-        ]
+        pools = Pools(
+            [
+                PrefillPool(
+                    engine,
+                    pool,
+                    endpoint.intake.replies,
+                    EngineSender(dp_rank, None if dp_rank else sender, engine.leading, config),
+                    endpoint.inbox.put,
+                )
+                for dp_rank, pool in enumerate(engine.pools)
+            ]
+        )
         endpoint.serve()
-        yield PrefillLoop(engine=engine, intake=endpoint.intake, inbox=endpoint.inbox, pools=pools)
+        yield EngineLoop(
+            engine=engine,
+            intake=endpoint.intake,
+            inbox=endpoint.inbox,
+            pools=pools,
+            role=PrefillRole(engine, endpoint.intake, endpoint.inbox, pools),
+        )
