@@ -25,7 +25,6 @@ import grpc
 
 from kvtransfer.config import KVTransferConfig
 from kvtransfer.errors import TransportUnavailable
-from kvtransfer.layout import KVLayout
 from kvtransfer.link import (
     KVArrived,
     KVFailed,
@@ -36,11 +35,11 @@ from kvtransfer.link import (
     key_from_proto,
     key_to_proto,
 )
-from kvtransfer.receiver_stats import Counters, PeerCounters, ReceiverStats
+from kvtransfer.peers import PeerCounters
+from kvtransfer.receiver_stats import Counters, ReceiverStats
 from kvtransfer.registration import KVMemory
 from kvtransfer.reservation import Part, PartState, Reservation
-from kvtransfer.reshard import Placement, Resharding
-from kvtransfer.transports.base import Transport
+from kvtransfer.reshard import Placement
 from kvtransfer.transports.loading import LoadedTransports, load_transports
 from kvtransfer.verification import Verification
 from kvtransfer.writer_stream import WriterStream
@@ -146,30 +145,7 @@ class Receiver(worker_pb2_grpc.KVLinkServicer):
     def stats(self) -> ReceiverStats:
         """A consistent view. Any thread."""
         with self._lock:
-            reservations = list(self._reservations.values())
-            quarantined = [r for r in reservations if r.is_ended]
-            num_begun = sum(bool(r.parts) for r in reservations)
-            return ReceiverStats(
-                num_expected=len(reservations) - num_begun,
-                num_granted=num_begun - len(quarantined),
-                num_quarantined=len(quarantined),
-                num_quarantined_blocks=sum(len(r.block_ids) for r in quarantined),
-                num_stale=self._counters.num_stale,
-                num_arrived=self._counters.num_arrived,
-                num_withdrawn=self._counters.num_withdrawn,
-                failures=dict(self._counters.failures),
-                transfers=[
-                    worker_pb2.TransferPeerStats(
-                        peer_engine_id=engine_id,
-                        transport=peer.transport,
-                        num_transfers=peer.num_transfers,
-                        num_blocks=peer.num_blocks,
-                        num_bytes=peer.num_bytes,
-                        num_failures=peer.num_failures,
-                    )
-                    for (engine_id, _), peer in self._counters.peers.items()
-                ],
-            )
+            return self._counters.report(self._reservations.values())
 
     @property
     def transport_names(self) -> list[str]:
@@ -191,7 +167,9 @@ class Receiver(worker_pb2_grpc.KVLinkServicer):
             layouts=[self._memory.layout.to_proto()],
         )
         try:
-            writer = self._accept(hello)
+            if self._is_closed:
+                raise TransportUnavailable("the reader is closing")
+            writer = WriterStream.accept(hello, self._memory.layout, self._transports)
             answer.endpoint.CopyFrom(writer.transport.endpoint())
         except (TransportUnavailable, ValueError) as error:
             logger.warning("refused writer %s: %s", hello.engine_id, error)
@@ -229,42 +207,6 @@ class Receiver(worker_pb2_grpc.KVLinkServicer):
         if not message.HasField("hello"):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a link starts with WriterHello")
         return message.hello
-
-    def _accept(self, hello: worker_pb2.WriterHello) -> WriterStream:
-        """Raises: ValueError or TransportUnavailable: why this writer may not write here."""
-        layouts = [KVLayout.from_proto(message) for message in hello.layouts]
-        if len(layouts) != 1:
-            raise ValueError(f"the writer announced {len(layouts)} layouts, must be its own one")
-        resharding = Resharding.between(layouts[0], self._memory.layout)
-        if not resharding.num_heads:
-            raise ValueError(
-                f"the writer has nothing to write here: it has {resharding.source}, the reader has "
-                f"{resharding.target}"
-            )
-        if self._is_closed:
-            raise TransportUnavailable("the reader is closing")
-        is_here = hello.host_id == self._transports.host_id
-        pid = hello.pid if is_here else 0
-        return WriterStream(hello.engine_id, resharding, self._choose(hello), pid)
-
-    def _choose(self, hello: worker_pb2.WriterHello) -> Transport:
-        for name in hello.transports:
-            if name in self._transports.names and (
-                name != "memory" or hello.host_id == self._transports.host_id
-            ):
-                logger.info(
-                    "KV from %s by %s (writer has %s, reader has %s, %s host)",
-                    hello.engine_id,
-                    name,
-                    list(hello.transports),
-                    self._transports.names,
-                    "same" if hello.host_id == self._transports.host_id else "another",
-                )
-                return self._transports.named(name)
-        raise TransportUnavailable(
-            f"no common transport: writer has {list(hello.transports)} on {hello.host_id}, "
-            f"reader has {self._transports.names} on {self._transports.host_id}"
-        )
 
     async def _read(
         self, writer: WriterStream, request_iterator: AsyncIterator[worker_pb2.WriterMessage]

@@ -1,8 +1,12 @@
 """What a reader counts."""
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import Any
 
+from kvtransfer.peers import PeerCounters
+from kvtransfer.reservation import Reservation
 from protos import worker_pb2
 
 
@@ -29,17 +33,6 @@ class ReceiverStats:
 
 
 @dataclass(slots=True)
-class PeerCounters:
-    """Of one rank of a writer."""
-
-    transport: str = ""
-    num_transfers: int = 0
-    num_blocks: int = 0
-    num_bytes: int = 0
-    num_failures: int = 0
-
-
-@dataclass(slots=True)
 class Counters:
     """Of a reader since its start."""
 
@@ -49,3 +42,19 @@ class Counters:
     failures: Counter[str] = field(default_factory=Counter)
     peers: dict[tuple[str, int], PeerCounters] = field(default_factory=dict)
     """By engine id and rank."""
+
+    def report(self, reservations: Collection[Reservation[Any]]) -> ReceiverStats:
+        """With what is held now."""
+        quarantined = [r for r in reservations if r.is_ended]
+        num_begun = sum(bool(r.parts) for r in reservations)
+        return ReceiverStats(
+            num_expected=len(reservations) - num_begun,
+            num_granted=num_begun - len(quarantined),
+            num_quarantined=len(quarantined),
+            num_quarantined_blocks=sum(len(r.block_ids) for r in quarantined),
+            num_stale=self.num_stale,
+            num_arrived=self.num_arrived,
+            num_withdrawn=self.num_withdrawn,
+            failures=dict(self.failures),
+            transfers=[peer.to_proto(engine_id) for (engine_id, _), peer in self.peers.items()],
+        )

@@ -11,12 +11,13 @@ from functools import partial
 
 from kvtransfer.config import KVTransferConfig
 from kvtransfer.link import BlockCopy, RequestKey, TransferResult
+from kvtransfer.peers import Backoff, PeerCounters, PeerKey
 from kvtransfer.rank_transfer import RankTransfer
 from kvtransfer.registration import KVMemory
 from kvtransfer.reshard import Placement, Resharding
 from kvtransfer.transfer import Transfer
 from kvtransfer.transports.loading import LoadedTransports, load_transports
-from kvtransfer.writer_link import Backoff, PeerKey, PeerStats, WriterIdentity, WriterLink
+from kvtransfer.writer_link import WriterIdentity, WriterLink
 from protos import worker_pb2
 
 BACKOFF_MEMORY_S = 60.0
@@ -60,7 +61,7 @@ class Sender:
         self._lock = threading.Lock()
         self._links: dict[PeerKey, WriterLink] = {}
         self._backoffs: dict[PeerKey, Backoff] = {}
-        self._stats: dict[tuple[str, int], PeerStats] = {}
+        self._stats: dict[tuple[str, int], PeerCounters] = {}
         self._active: set[RequestKey] = set()
         self._num_stale = 0
         self._is_closed = False
@@ -170,18 +171,7 @@ class Sender:
     def stats(self) -> list[worker_pb2.TransferPeerStats]:
         """Counters per rank of each reader since the start."""
         with self._lock:
-            return [
-                worker_pb2.TransferPeerStats(
-                    peer_engine_id=engine_id,
-                    transport=stats.transport,
-                    num_transfers=stats.num_transfers,
-                    num_blocks=stats.num_blocks,
-                    num_bytes=stats.num_bytes,
-                    num_failures=stats.num_failures,
-                    busy_s=stats.busy_s,
-                )
-                for (engine_id, _), stats in self._stats.items()
-            ]
+            return [stats.to_proto(engine_id) for (engine_id, _), stats in self._stats.items()]
 
     @property
     def num_stale(self) -> int:
@@ -233,7 +223,7 @@ class Sender:
                 link = self._links[peer] = WriterLink(
                     peer,
                     self._writer,
-                    self._stats.setdefault((peer.engine_id, peer.tp_rank), PeerStats()),
+                    self._stats.setdefault((peer.engine_id, peer.tp_rank), PeerCounters()),
                     self._backoffs.setdefault(peer, Backoff()),
                 )
             return link

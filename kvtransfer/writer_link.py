@@ -21,17 +21,16 @@ import grpc
 
 from kvtransfer.config import KVTransferConfig
 from kvtransfer.errors import KVTransferError, TransferError, TransportUnavailable
-from kvtransfer.layout import KVLayout
 from kvtransfer.link import (
     RequestKey,
     key_from_proto,
     key_to_proto,
     token_metadata,
 )
+from kvtransfer.peers import Backoff, PeerCounters, PeerKey
 from kvtransfer.push_planner import PushPlanner
 from kvtransfer.rank_transfer import Push, RankTransfer
-from kvtransfer.registration import KVMemory, RegisteredRegion
-from kvtransfer.reshard import Resharding
+from kvtransfer.registration import KVMemory
 from kvtransfer.transports.base import Connection
 from kvtransfer.transports.loading import LoadedTransports
 from protos import worker_pb2, worker_pb2_grpc
@@ -39,36 +38,6 @@ from protos import worker_pb2, worker_pb2_grpc
 GOODBYE_TIMEOUT_S = 0.5
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class PeerKey:
-    """One rank of one run of one reader."""
-
-    engine_id: str
-    incarnation: int
-    tp_rank: int
-    address: str
-
-
-@dataclass(slots=True)
-class PeerStats:
-    """Counters for one rank of a reader, over all links to it."""
-
-    transport: str = ""
-    num_transfers: int = 0
-    num_blocks: int = 0
-    num_bytes: int = 0
-    num_failures: int = 0
-    busy_s: float = 0.0
-
-
-@dataclass(slots=True)
-class Backoff:
-    """Probation of one reader: when it may be tried again."""
-
-    num_failures: int = 0
-    not_before_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +69,7 @@ class _Phase(enum.Enum):
 class WriterLink:
     """See the module's docstring. add, wake and close may be called from any thread."""
 
-    def __init__(self, key: PeerKey, writer: WriterIdentity, stats: PeerStats, backoff: Backoff):
+    def __init__(self, key: PeerKey, writer: WriterIdentity, stats: PeerCounters, backoff: Backoff):
         self.key = key
         self.num_stale = 0
         """Messages of the reader about transfers that this link does not know (any more)."""
@@ -116,7 +85,6 @@ class WriterLink:
         self._hello: worker_pb2.ReaderHello | None = None
         self._outgoing: queue.SimpleQueue[worker_pb2.WriterMessage | None] = queue.SimpleQueue()
         self._connection: Connection | None = None
-        self._regions: tuple[RegisteredRegion, ...] = ()
         self._planner: PushPlanner | None = None
         self._checksum_every = 1
         self._reader: threading.Thread | None = None
@@ -247,26 +215,9 @@ class WriterLink:
             raise TransferError(
                 f"no answer from {self.key.address} in {self._config.connect_timeout_s} s"
             )
-        if (hello.engine_id, hello.incarnation) != (self.key.engine_id, self.key.incarnation):
-            raise TransferError(
-                f"{self.key.address} is {hello.engine_id}/{hello.incarnation}, the blocks were "
-                f"reserved by {self.key.engine_id}/{self.key.incarnation}"
-            )
-        regions = tuple(RegisteredRegion.from_proto(r) for r in hello.endpoint.regions)
-        layouts = [KVLayout.from_proto(message) for message in hello.layouts]
-        ranks = [layout.tp_rank for layout in layouts]
-        own = self._writer.memory.layout
-        num_regions = own.num_model_layers * len(own.parts)
-        if ranks != [self.key.tp_rank] or len(regions) != num_regions:
-            raise TransferError(
-                f"{self.key.address} is rank {ranks} with {len(regions)} regions, not rank "
-                f"{self.key.tp_rank} with {num_regions}"
-            )
-        try:
-            resharding = Resharding.between(own, layouts[0])
-        except ValueError as error:
-            raise TransferError(str(error)) from error
-        self._planner = PushPlanner(self._writer.memory, regions, resharding)
+        memory = self._writer.memory
+        regions, resharding = self.key.check_hello(hello, memory.layout)
+        self._planner = PushPlanner(memory, regions, resharding)
         return hello
 
     def _read(
