@@ -25,6 +25,14 @@ from proxy.openai import (
 from proxy.output_parser import OutputOptions
 from proxy.output_plan import OutputPlanner
 from proxy.request import GenerationRequest, SamplingOptions
+from proxy.request_limits import (
+    chat_logprobs,
+    check_best_of,
+    check_limits,
+    refuse_unsupported,
+    refuse_unsupported_chat,
+    stop_list,
+)
 from proxy.tokenizer import INLINE_CHARS, Tokenizer
 
 _DEFAULT_COMPLETION_TOKENS = 16
@@ -78,14 +86,14 @@ class RequestBuilder:
         Raises: InvalidRequest, ModelNotFound: see the error's param.
         """
         model = self.check_model(body.model)
-        _refuse_unsupported_chat(body)
-        num_logprobs = self._chat_logprobs(body)
+        refuse_unsupported_chat(body)
+        num_logprobs = chat_logprobs(body, self._limits)
         max_tokens, param = body.max_completion_tokens, "max_completion_tokens"
         if max_tokens is None:
             max_tokens, param = body.max_tokens, "max_tokens"
         if max_tokens == 0:
             raise InvalidRequest(f"{param} should be at least 1, got 0", param=param)
-        self._check_limits(body)
+        self._check(body)
         plan = plan_tools(body, self._limits.max_tools)
         text = self._outputs.render(body, plan)
         prompt = await self._encode(text, bool(body.add_special_tokens), param="messages")
@@ -112,10 +120,10 @@ class RequestBuilder:
         Raises: InvalidRequest, ModelNotFound: see the error's param.
         """
         model = self.check_model(body.model)
-        _refuse_unsupported(body)
+        refuse_unsupported(body)
         if body.suffix:
             raise Unsupported("suffix is not supported", param="suffix")
-        self._check_best_of(body)
+        check_best_of(body, self._limits)
         echo = bool(body.echo)
         if body.max_tokens == 0 and not echo:
             raise InvalidRequest(
@@ -126,7 +134,7 @@ class RequestBuilder:
                 f"logprobs should be at most {self._limits.max_logprobs}, got {body.logprobs}",
                 param="logprobs",
             )
-        self._check_limits(body)
+        self._check(body)
         prompts = await self._prompts(body)
         return self._build(
             body,
@@ -168,20 +176,9 @@ class RequestBuilder:
         text = self._outputs.render(body, ToolPlan(tools=tuple(body.tools or ())))
         return await self._encode(text, add_special_tokens, param="messages")
 
-    def _check_best_of(self, body: CompletionBody) -> None:
-        n, best_of = body.n or 1, body.best_of
-        if best_of is None:
-            return
-        if best_of < n:
-            raise InvalidRequest(
-                f"best_of should be at least n ({n}), got {best_of}", param="best_of"
-            )
-        if best_of > self._limits.max_n:
-            raise InvalidRequest(
-                f"best_of should be at most {self._limits.max_n}, got {best_of}", param="best_of"
-            )
-        if best_of > n and body.stream:
-            raise InvalidRequest("best_of above n excludes stream", param="best_of")
+    def _check(self, body: GenerationBody) -> None:
+        check_limits(body, self._limits)
+        self._check_token_ids(body.stop_token_ids or (), "stop_token_ids")
 
     async def _encode(
         self,
@@ -272,64 +269,6 @@ class RequestBuilder:
                     param=param,
                 )
 
-    def _chat_logprobs(self, body: ChatCompletionBody) -> int | None:
-        if body.top_logprobs is not None and not body.logprobs:
-            if body.top_logprobs == 0:
-                return None
-            raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
-        if not body.logprobs:
-            return None
-        if body.top_logprobs is not None and body.top_logprobs > self._limits.max_logprobs:
-            raise InvalidRequest(
-                f"top_logprobs should be at most {self._limits.max_logprobs}, "
-                f"got {body.top_logprobs}",
-                param="top_logprobs",
-            )
-        return body.top_logprobs or 0
-
-    def _check_limits(self, body: GenerationBody) -> None:
-        limits = self._limits
-        if body.n is not None and body.n > limits.max_n:
-            raise InvalidRequest(f"n should be at most {limits.max_n}, got {body.n}", param="n")
-        if (body.prompt_logprobs or 0) > limits.max_logprobs:
-            raise InvalidRequest(
-                f"prompt_logprobs should be at most {limits.max_logprobs}, "
-                f"got {body.prompt_logprobs}",
-                param="prompt_logprobs",
-            )
-        if body.prompt_logprobs is not None and body.stream:
-            raise Unsupported(
-                "prompt_logprobs is not supported with stream", param="prompt_logprobs"
-            )
-        if body.stream_options is not None and not body.stream:
-            raise InvalidRequest(
-                "stream_options is only allowed with stream: true", param="stream_options"
-            )
-        stop = _stop_list(body)
-        if len(stop) > limits.max_stop:
-            raise InvalidRequest(
-                f"stop has {len(stop)} entries, the limit is {limits.max_stop}", param="stop"
-            )
-        longest = max(map(len, stop), default=0)
-        if longest > limits.max_stop_chars:
-            raise InvalidRequest(
-                f"stop has an entry of {longest} characters, the limit is {limits.max_stop_chars}",
-                param="stop",
-            )
-        if body.logit_bias is not None and len(body.logit_bias) > limits.max_logit_bias:
-            raise InvalidRequest(
-                f"logit_bias has {len(body.logit_bias)} entries, "
-                f"the limit is {limits.max_logit_bias}",
-                param="logit_bias",
-            )
-        if len(body.stop_token_ids or ()) > limits.max_logit_bias:
-            raise InvalidRequest(
-                f"stop_token_ids has {len(body.stop_token_ids or ())} entries, "
-                f"the limit is {limits.max_logit_bias}",
-                param="stop_token_ids",
-            )
-        self._check_token_ids(body.stop_token_ids or (), "stop_token_ids")
-
     def _build(
         self,
         body: GenerationBody,
@@ -378,7 +317,7 @@ class RequestBuilder:
             max_tokens=fitted,
             n=n,
             num_returned=num_returned,
-            stop=_stop_list(body),
+            stop=stop_list(body),
             include_stop=bool(body.include_stop_str_in_output),
             echo=extras.echo,
             drop_output=max_tokens == 0,
@@ -450,26 +389,3 @@ def _or(value: float | None, default: float) -> float:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _stop_list(body: GenerationBody) -> tuple[str, ...]:
-    if body.stop is None:
-        return ()
-    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
-    # An empty string would match everywhere; clients send it to mean none.
-    return tuple(text for text in stop if text)
-
-
-def _refuse_unsupported(body: GenerationBody) -> None:
-    if body.use_beam_search:
-        raise Unsupported("use_beam_search is not supported", param="use_beam_search")
-
-
-def _refuse_unsupported_chat(body: ChatCompletionBody) -> None:
-    _refuse_unsupported(body)
-    if body.functions:
-        raise Unsupported("functions are not supported, tools are", param="functions")
-    if body.audio is not None:
-        raise Unsupported("audio is not supported", param="audio")
-    if body.modalities is not None and body.modalities != ["text"]:
-        raise Unsupported("only the modality 'text' is supported", param="modalities")
