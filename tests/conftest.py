@@ -16,18 +16,22 @@ ROOT = Path(__file__).parent
 FIRST = ("pdserve", "integration")
 """Rooms whose tests mostly wait for processes; begun first, they leave no long tail."""
 
+SHARED = ("ranks", "packaged_service")
+"""Fixtures of a whole session that take seconds to set up."""
+
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in this hook too
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With several pytest workers each file's tests stay together, as do all that start a Ray, and
-    all that compute on one set of ranks.
+    all that share one set of ranks or one service.
     """
     for item in items:
         file = item.path.relative_to(ROOT)
         room = file.parts[0]
-        uses_ranks = isinstance(item, pytest.Function) and "ranks" in item.fixturenames
+        fixtures = item.fixturenames if isinstance(item, pytest.Function) else ()
+        shared = [name for name in SHARED if name in fixtures]
         group = room if room == "pdserve" else str(file)
-        item.add_marker(pytest.mark.xdist_group("ranks" if uses_ranks else group))
+        item.add_marker(pytest.mark.xdist_group((shared or [group])[0]))
     order = {room: i for i, room in enumerate(FIRST)}
     items.sort(key=lambda item: order.get(item.path.relative_to(ROOT).parts[0], len(FIRST)))
 

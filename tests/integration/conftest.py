@@ -1,6 +1,9 @@
-"""Models that the service tests run: the packaged one, and a tiny random one for fault tests."""
+"""Models that the service tests run: the packaged one, and a tiny random one for fault tests; and
+a service of the packaged one for those that leave it as they found it.
+"""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from tests.integration.service import Service
 from tests.oracle import packaged_model_path
 
 _TEXT = (
@@ -16,6 +20,7 @@ _TEXT = (
     "0123456789 naïve café 東京 🙂 def f(x): return x + 1",
 )
 TINY_CONTEXT = 4096
+PACKAGED_NAME = "smollm2-135m-instruct"
 
 
 def write_tiny_model(folder: Path, *, layers: int = 2, hidden: int = 64) -> Path:
@@ -93,3 +98,10 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def packaged_model() -> Path:
     return packaged_model_path()
+
+
+@pytest.fixture(scope="session")
+def packaged_service(packaged_model: Path) -> Iterator[Service]:
+    """One prefiller and one decoder, for tests that only send requests."""
+    with Service(packaged_model, model_name=PACKAGED_NAME) as running:
+        yield running

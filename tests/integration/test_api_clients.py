@@ -1,7 +1,6 @@
 """LangChain's ChatOpenAI, unmodified, against real workers."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -9,11 +8,12 @@ from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 
+from tests.integration.conftest import PACKAGED_NAME
 from tests.integration.service import Service
 
 pytestmark = pytest.mark.multiprocess
 
-MODEL = "smollm2-135m-instruct"
+MODEL = PACKAGED_NAME
 
 
 class Person(BaseModel):
@@ -24,10 +24,9 @@ class Person(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def service(packaged_model: Path) -> Iterator[Service]:
-    with Service(packaged_model, model_name=MODEL) as running:
-        yield running
-        running.assert_idle()
+def service(packaged_service: Service) -> Iterator[Service]:
+    yield packaged_service
+    packaged_service.assert_idle()
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ options cover all pairs of those that a real sampler, grammar or cache could tel
 import itertools
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -38,10 +37,9 @@ ILLEGAL = [{"json_schema", "regex"}, {"json_schema", "ignore_eos"}, {"regex", "i
 
 
 @pytest.fixture(scope="module")
-def service(packaged_model: Path) -> Iterator[Service]:
-    with Service(packaged_model, model_name="m") as running:
-        yield running
-        running.assert_idle()
+def service(packaged_service: Service) -> Iterator[Service]:
+    yield packaged_service
+    packaged_service.assert_idle()
 
 
 def covering() -> list[tuple[str, ...]]:

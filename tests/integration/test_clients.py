@@ -4,7 +4,6 @@ import asyncio
 import json
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
 import grpc
 import openai
@@ -12,19 +11,19 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import inference_pb2, inference_pb2_grpc
+from tests.integration.conftest import PACKAGED_NAME
 from tests.integration.service import Service
 
 pytestmark = pytest.mark.multiprocess
 
-MODEL = "smollm2-135m-instruct"
+MODEL = PACKAGED_NAME
 MESSAGES = [{"role": "user", "content": "Name the capital of France."}]
 
 
 @pytest.fixture(scope="module")
-def service(packaged_model: Path) -> Iterator[Service]:
-    with Service(packaged_model, model_name=MODEL) as running:
-        yield running
-        running.assert_idle()
+def service(packaged_service: Service) -> Iterator[Service]:
+    yield packaged_service
+    packaged_service.assert_idle()
 
 
 @pytest.fixture
