@@ -95,7 +95,7 @@ class DecodePool:
 
         Raises: ValueError: it can never run here. QueueFull: too many wait.
         """
-        self._scheduler.validate(request)
+        self._scheduler.limits.validate(request)
         bound = self._scheduler.config.max_num_waiting
         if len(self._pending) >= bound:
             raise QueueFull(f"{len(self._pending)} requests wait for blocks, the bound is {bound}")

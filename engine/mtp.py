@@ -185,4 +185,4 @@ class MTPDrafter:
     def _wants_draft(self, request: Request) -> bool:
         if request.num_tokens - request.num_computed_tokens != 1 or request.finish_reason:
             return False
-        return len(request.draft_token_ids) < self._scheduler.num_drafts_allowed(request)
+        return len(request.draft_token_ids) < self._scheduler.limits.num_drafts_allowed(request)

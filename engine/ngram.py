@@ -28,7 +28,7 @@ class NgramDrafter:
         """See `Drafter.propose`; needs no hidden states."""
         for rows in computed:
             request = rows.request
-            if count := self._scheduler.num_drafts_allowed(request):
+            if count := self._scheduler.limits.num_drafts_allowed(request):
                 request.draft_token_ids = find_continuation(request.token_ids, count)
 
 

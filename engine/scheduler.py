@@ -27,7 +27,8 @@ from annotated_types import Ge
 
 from engine.block_manager import BlockManager
 from engine.errors import EngineError
-from engine.request import FinishReason, Request, RequestKey, RequestState
+from engine.length_limits import LengthLimits
+from engine.request import Request, RequestKey, RequestState
 from engine.request_queue import RequestQueue
 from engine.scheduler_output import ScheduledRequest, SchedulerOutput
 from engine.steps_under_way import StepsUnderWay
@@ -80,7 +81,13 @@ class Scheduler:
         self.config = config
         self.block_manager = block_manager
         self.num_preemptions = 0
-        self._eos_token_ids = eos_token_ids
+        self.limits = LengthLimits(
+            max_model_len=config.max_model_len,
+            num_kv_tokens=block_manager.num_blocks * block_manager.block_size,
+            num_draft_tokens=config.num_draft_tokens,
+            prefill_only=config.prefill_only,
+            eos_token_ids=eos_token_ids,
+        )
         self._hold_finished = hold_finished or config.prefill_only
         self._requests: dict[RequestKey, Request] = {}
         self._running = RequestQueue()
@@ -127,34 +134,10 @@ class Scheduler:
         """The request with this key, if it is running or waiting here."""
         return self._requests.get(key)
 
-    def validate(self, request: Request) -> None:
-        """Check that the request can run to its end here.
-
-        Raises: ValueError: it exceeds max_model_len or the whole pool, or has nothing to generate.
-        """
-        num_tokens, bound = request.num_tokens, self.config.max_model_len
-        if not 0 < request.num_prompt_tokens <= num_tokens:
-            raise ValueError(
-                f"request has {num_tokens} tokens, {request.num_prompt_tokens} of them prompt"
-            )
-        if num_tokens >= bound:
-            raise ValueError(f"request has {num_tokens} tokens, max_model_len is {bound}")
-        if request.num_output_tokens >= request.sampling.max_tokens:
-            raise ValueError(
-                f"request has {request.num_output_tokens} output tokens, "
-                f"max_tokens is {request.sampling.max_tokens}"
-            )
-        # The last token that is sampled never gets KV.
-        longest = min(request.num_prompt_tokens + request.sampling.max_tokens, bound) - 1
-        num_kv_tokens = num_tokens if self.config.prefill_only else longest
-        capacity = self.block_manager.num_blocks * self.block_manager.block_size
-        if num_kv_tokens > capacity:
-            raise ValueError(f"request needs KV of {num_kv_tokens} tokens, the pool has {capacity}")
-
     def add(self, request: Request) -> None:
         """Queue a request; one that holds the blocks of all its tokens waits for a seat only.
 
-        Raises: QueueFull: max_num_waiting requests wait. ValueError: see `validate`, or known key.
+        Raises: QueueFull: max_num_waiting requests wait. ValueError: see LengthLimits; known key.
         """
         self._check_new(request)
         if self.num_waiting >= self.config.max_num_waiting:
@@ -173,7 +156,7 @@ class Scheduler:
 
         If no seat is free it waits for the next one, exempt from max_num_waiting.
 
-        Raises: ValueError: see `validate`, or known key.
+        Raises: ValueError: see LengthLimits, or known key.
         """
         self._check_new(request)
         held = len(request.block_ids) * self.block_manager.block_size
@@ -209,7 +192,9 @@ class Scheduler:
         A request that the steps under way surely end has no part; one that a token may end has.
         """
         self._seat_arrived()
-        running = [request for request in self._running if not self._ends_with_running(request)]
+        running = [
+            request for request in self._running if not self.limits.ends_with_running(request)
+        ]
         for request in running:
             known = request.num_tokens + request.num_running_samples
             if not self.block_manager.allocate(request, known):
@@ -256,14 +241,6 @@ class Scheduler:
             if token_id is not None:
                 self._append(request, token_id)
 
-    def num_drafts_allowed(self, request: Request) -> int:
-        """How many drafts the request can use: all may be right, and one more token is sampled."""
-        left = min(
-            request.sampling.max_tokens - request.num_output_tokens,
-            self.config.max_model_len - request.num_tokens,
-        )
-        return max(0, min(self.config.num_draft_tokens, left - 1))
-
     def remove(self, request: Request) -> None:
         """Take the request out, wherever it is, and free its blocks; ABORTED unless it is over."""
         self._forget(request)
@@ -274,7 +251,7 @@ class Scheduler:
     def _check_new(self, request: Request) -> None:
         if request.key in self._requests:
             raise ValueError(f"request {request.request_id} attempt {request.attempt} is known")
-        self.validate(request)
+        self.limits.validate(request)
 
     def _take_order(self) -> int:
         self._next_order += 1
@@ -298,14 +275,6 @@ class Scheduler:
     def _num_left(request: Request) -> int:
         left = request.num_tokens - request.num_computed_tokens
         return left + request.num_running_samples - request.num_running_tokens
-
-    def _ends_with_running(self, request: Request) -> bool:
-        """Whether the tokens of steps under way are the last ones it may have."""
-        samples = request.num_running_samples
-        return samples > 0 and (
-            request.num_output_tokens + samples >= request.sampling.max_tokens
-            or request.num_tokens + samples >= self.config.max_model_len
-        )
 
     def _seat_arrived(self) -> None:
         while self._arrived and len(self._running) < self.config.max_num_seqs:
@@ -346,7 +315,7 @@ class Scheduler:
 
     def _admit_drafts(self, request: Request, room: int) -> int:
         """How many of the request's drafts the step computes: none that costs others anything."""
-        count = min(len(request.draft_token_ids), room, self.num_drafts_allowed(request))
+        count = min(len(request.draft_token_ids), room, self.limits.num_drafts_allowed(request))
         if count <= 0:
             return 0
         # A drafter that is a model needs slots for drafts after the next ones; they are no must.
@@ -410,7 +379,7 @@ class Scheduler:
 
     def _append(self, request: Request, token_id: int) -> None:
         request.token_ids.append(token_id)
-        request.finish_reason = self._finish_reason(request, token_id)
+        request.finish_reason = self.limits.finish_reason(request)
         if self.config.prefill_only:
             request.state = RequestState.SENDING
         elif request.finish_reason is not None:
@@ -420,17 +389,3 @@ class Scheduler:
         self._forget(request)
         if not self._hold_finished:
             self._under_way.free_blocks(request)
-
-    def _finish_reason(self, request: Request, token_id: int) -> FinishReason | None:
-        sampling = request.sampling
-        stops = token_id in sampling.stop_token_ids or (
-            token_id in self._eos_token_ids and not sampling.ignore_eos
-        )
-        # The sampler lets a grammar that is complete end below min_tokens.
-        if stops and (request.num_output_tokens > sampling.min_tokens or sampling.grammar):
-            return FinishReason.STOP
-        if request.num_output_tokens >= sampling.max_tokens:
-            return FinishReason.LENGTH
-        if request.num_tokens >= self.config.max_model_len:
-            return FinishReason.LENGTH
-        return None

@@ -81,7 +81,7 @@ class PrefillPool:
 
         Raises: ValueError: it can never run here. QueueFull: too many wait.
         """
-        self.scheduler.validate(request)
+        self.scheduler.limits.validate(request)
         if not self._tiers.lookup(request):
             self.scheduler.add(request)
         self._entries[request.key] = Entry(request, target)
