@@ -1,16 +1,22 @@
 """Compile the C++ kernels for this machine, once: `python -m kernels.cpu.build`.
 
-sources + torch version + CPU capability + compiler  ->  key
+CPU capability, sources + torch version, compiler    ->  key, in three parts
 ~/.cache/pdserve/kernels/<key>/pdserve_cpu.so        the library, moved there whole
+~/.cache/pdserve/kernels/<key>/pdserve_cpu.sha256    its hash: what does not have it is built anew
 ~/.cache/pdserve/kernels/<key>.lock                  held by whoever builds it; others wait
+
+Where no home can be written to, the temporary folder has them; without a compiler, what any
+compiler made of the same sources is taken.
 """
 
 import contextlib
 import fcntl
 import hashlib
+import logging
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -37,8 +43,15 @@ _CAPABILITY_FLAGS = {
 }
 
 
+_log = logging.getLogger(__name__)
+
+
 class BuildError(RuntimeError):
     """The kernels cannot be compiled here; the message says why."""
+
+
+class _CacheError(BuildError):
+    """The folder cannot keep them; another one may."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,39 +93,99 @@ def find_toolchain(capability: str | None = None) -> Toolchain:
     if not paths:
         raise BuildError(f"no C++ compiler: none of {', '.join(COMPILERS)} is on PATH")
     version = _run([paths[0], "--version"], timeout_s=30.0).splitlines()[0]
-    detected = capability or torch.backends.cpu.get_cpu_capability()
     return Toolchain(
-        compiler=paths[0],
-        compiler_version=version,
-        capability=detected if detected in _CAPABILITY_FLAGS else "DEFAULT",
+        compiler=paths[0], compiler_version=version, capability=capability or _capability()
     )
 
 
+def _capability() -> str:
+    detected = torch.backends.cpu.get_cpu_capability()
+    return detected if detected in _CAPABILITY_FLAGS else "DEFAULT"
+
+
 def build(cache_dir: Path | None = None, toolchain: Toolchain | None = None) -> Path:
-    """Compile the kernels if the cache has no library for them yet; return the library's path.
+    """Compile the kernels if the cache has no sound library for them yet; return its path.
 
     Safe in several processes at once: one builds, the others wait for it.
 
     Raises: BuildError: no compiler, a compile error, no writable cache, or a lock held too long.
     """
-    toolchain = toolchain or find_toolchain()
-    cache_dir = cache_dir or _default_cache_dir()
+    if toolchain is None:
+        try:
+            toolchain = find_toolchain()
+        except BuildError:
+            if library := _built_before(cache_dir):
+                return library
+            raise
+    if cache_dir is not None:
+        return _build_in(cache_dir, toolchain)
+    try:
+        return _build_in(_home_cache_dir(), toolchain)
+    except _CacheError as error:
+        library = _build_in(_temporary_cache_dir(), toolchain)
+        _log.warning("kernels: kept in %s, because %s", library.parent.parent, error)
+        return library
+
+
+def _build_in(cache_dir: Path, toolchain: Toolchain) -> Path:
     key = _cache_key(toolchain)
     library = cache_dir / key / LIBRARY_NAME
-    if library.exists():
-        return library
     try:
+        if _is_sound(library):
+            return library
         cache_dir.mkdir(parents=True, exist_ok=True)
         with _lock(cache_dir / f"{key}.lock", _LOCK_TIMEOUT_S):
-            if not library.exists():
+            if not _is_sound(library):
                 _compile_into(library.parent, toolchain)
     except OSError as error:
-        raise BuildError(f"cannot write to the kernel cache {cache_dir}: {error}") from error
+        raise _CacheError(f"cannot write to the kernel cache {cache_dir}: {error}") from error
     return library
 
 
-def _default_cache_dir() -> Path:
-    return Path.home() / ".cache" / "pdserve" / "kernels"
+def _built_before(cache_dir: Path | None) -> Path | None:
+    """A sound library for this machine, of any compiler."""
+    capability = _capability()
+    try:
+        folder = cache_dir or _home_cache_dir()
+        found = sorted(folder.glob(f"{capability.lower()}-{_sources_key(capability)}-*/"))
+        return next(filter(_is_sound, (path / LIBRARY_NAME for path in found)), None)
+    except (OSError, BuildError):
+        return None
+
+
+def _home_cache_dir() -> Path:
+    try:
+        return Path.home() / ".cache" / "pdserve" / "kernels"
+    except RuntimeError as error:
+        raise _CacheError(f"there is no home folder: {error}") from error
+
+
+def _temporary_cache_dir() -> Path:
+    """NOTE: a library is code, so nobody else may be able to put one there."""
+    folder = Path(tempfile.gettempdir()) / f"pdserve-kernels-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.lstat()
+    except OSError as error:
+        raise BuildError(f"cannot write to the kernel cache {folder}: {error}") from error
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise BuildError(f"the kernel cache {folder} is not this user's alone")
+    return folder
+
+
+def _is_sound(library: Path) -> bool:
+    """Whether it is there as it was written.
+
+    NOTE: loading a library of which a full disk or a power cut left a part ends the process.
+    """
+    try:
+        return _hash_path(library).read_text() == hashlib.sha256(library.read_bytes()).hexdigest()
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, UnicodeDecodeError):
+        return False
+
+
+def _hash_path(library: Path) -> Path:
+    return library.with_suffix(".sha256")
 
 
 def _sources() -> list[Path]:
@@ -120,14 +193,18 @@ def _sources() -> list[Path]:
 
 
 def _cache_key(toolchain: Toolchain) -> str:
-    digest = hashlib.sha256()
-    for part in (torch.__version__, platform.machine(), toolchain.compiler_version):
-        digest.update(f"{part}\n".encode())
-    digest.update(" ".join(toolchain.flags).encode())
+    parts = (toolchain.compiler_version, " ".join(toolchain.flags))
+    compiler = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
+    return f"{toolchain.capability.lower()}-{_sources_key(toolchain.capability)}-{compiler}"
+
+
+def _sources_key(capability: str) -> str:
+    """Of all that a library does but for how the compiler writes it."""
+    digest = hashlib.sha256(f"{torch.__version__}\n{platform.machine()}\n{capability}\n".encode())
     for path in [*_sources(), *sorted(SOURCE_DIR.glob("*.h"))]:
         digest.update(path.name.encode())
         digest.update(path.read_bytes())
-    return f"{toolchain.capability.lower()}-{digest.hexdigest()[:20]}"
+    return digest.hexdigest()[:20]
 
 
 def _compile_into(target: Path, toolchain: Toolchain) -> None:
@@ -143,7 +220,11 @@ def _compile_into(target: Path, toolchain: Toolchain) -> None:
             objects = list(
                 pool.map(lambda source: _compile(source, Path(work), toolchain), _sources())
             )
-        _link(objects, staged / LIBRARY_NAME, toolchain)
+        library = staged / LIBRARY_NAME
+        _link(objects, library, toolchain)
+        _hash_path(library).write_text(hashlib.sha256(library.read_bytes()).hexdigest())
+        if target.exists():  # a damaged one
+            shutil.rmtree(target)
         staged.rename(target)
 
 

@@ -3,6 +3,8 @@
 import logging
 import subprocess
 import sys
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,12 +61,12 @@ def test_two_processes_that_build_at_once_share_one_library(tmp_path: Path) -> N
     )
 
 
-def test_auto_falls_back_to_the_reference_and_says_why() -> None:
+def test_auto_falls_back_to_the_reference_and_says_why(tmp_path: Path) -> None:
     code = (
         "import logging; logging.basicConfig()\n"
         "from kernels.ops import select_ops; print(select_ops('auto').name)"
     )
-    process = _python(code, PATH="/nonexistent")
+    process = _python(code, PATH="/nonexistent", HOME=str(tmp_path))
     out, err = process.communicate(timeout=120)
     assert out.strip() == "reference", err
     reasons = [line for line in err.splitlines() if line.startswith("WARNING:kernels.ops:")]
@@ -72,8 +74,9 @@ def test_auto_falls_back_to_the_reference_and_says_why() -> None:
     assert "no C++ compiler: none of c++, g++, clang++ is on PATH" in reasons[0]
 
 
-def test_cpu_by_name_without_a_compiler_is_an_error() -> None:
-    process = _python("from kernels.ops import select_ops; select_ops('cpu')", PATH="/nonexistent")
+def test_cpu_by_name_without_a_compiler_is_an_error(tmp_path: Path) -> None:
+    code = "from kernels.ops import select_ops; select_ops('cpu')"
+    process = _python(code, PATH="/nonexistent", HOME=str(tmp_path))
     _, err = process.communicate(timeout=120)
     assert process.returncode != 0
     assert "RuntimeError: kernels backend cpu cannot be loaded: no C++ compiler" in err
@@ -88,6 +91,84 @@ def test_auto_takes_the_cpu_kernels_where_they_build(caplog: pytest.LogCaptureFi
 def test_an_unknown_backend_is_named_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match="'gpu' is not one of auto, reference, cpu, npu"):
         select_ops("gpu")
+
+
+def _fake_toolchain(tmp_path: Path, written: str = "library") -> Toolchain:
+    """A compiler that writes the same into whatever it is asked for."""
+    compiler = tmp_path / "c++"
+    compiler.write_text(
+        f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\nprintf {written} > "$2"\n'
+    )
+    compiler.chmod(0o755)
+    return Toolchain(compiler=str(compiler), compiler_version="fake", capability="DEFAULT")
+
+
+@pytest.mark.parametrize("left", ["", "libr", "librarx", "library and more"])
+def test_a_damaged_library_is_built_anew(left: str, tmp_path: Path) -> None:
+    # Loading part of a library ends the process, and so the worker would die at every start.
+    toolchain = _fake_toolchain(tmp_path)
+    library = build(tmp_path / "cache", toolchain)
+    library.write_text(left)
+    assert build(tmp_path / "cache", toolchain) == library
+    assert library.read_text() == "library"
+
+
+def test_a_library_whose_hash_is_lost_or_damaged_is_built_anew(tmp_path: Path) -> None:
+    toolchain = _fake_toolchain(tmp_path)
+    library = build(tmp_path / "cache", toolchain)
+    again = _fake_toolchain(tmp_path, "another")
+    (hash_path,) = [path for path in library.parent.iterdir() if path != library]
+    for damage in (hash_path.unlink, lambda: hash_path.write_bytes(b"\xff")):
+        library.write_text("library")
+        damage()
+        assert build(tmp_path / "cache", again).read_text() == "another"
+
+
+def test_a_sound_library_is_not_built_again(tmp_path: Path) -> None:
+    library = build(tmp_path / "cache", _fake_toolchain(tmp_path))
+    assert build(tmp_path / "cache", _fake_toolchain(tmp_path, "another")) == library
+    assert library.read_text() == "library"
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home that no folder can be made in, and an empty temporary folder."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").write_text("in the way")
+    return tmp_path / "home"
+
+
+def test_without_a_home_to_write_to_the_temporary_folder_keeps_the_library(
+    home: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    library = build(toolchain=_fake_toolchain(tmp_path))
+    assert library.read_text() == "library"
+    (folder,) = (tmp_path / "tmp").iterdir()
+    assert library.parent.parent == folder
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert f"kept in {folder}, because cannot write to the kernel cache {home}" in caplog.text
+
+
+def test_a_temporary_folder_that_others_may_write_to_is_refused(home: Path, tmp_path: Path) -> None:
+    folder = build(toolchain=_fake_toolchain(tmp_path)).parent.parent
+    folder.chmod(0o777)
+    with pytest.raises(BuildError, match="is not this user's alone"):
+        build(toolchain=_fake_toolchain(tmp_path))
+
+
+def test_without_a_compiler_what_was_built_before_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capability = find_toolchain().capability
+    toolchain = replace(_fake_toolchain(tmp_path), capability=capability)
+    library = build(tmp_path / "cache", toolchain)
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert build(tmp_path / "cache") == library
+    library.write_text("damaged")
+    with pytest.raises(BuildError, match=r"no C\+\+ compiler"):
+        build(tmp_path / "cache")
 
 
 def _failing_toolchain(tmp_path: Path) -> Toolchain:
