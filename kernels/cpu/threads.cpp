@@ -12,12 +12,14 @@
 #include "threads.h"
 
 #include <ATen/Parallel.h>
+#include <pthread.h>
 
 #include <algorithm>
 #include <chrono>
 #include <csignal>
 #include <memory>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 #if defined(__x86_64__)
@@ -136,28 +138,37 @@ class Pool {
   // Our own threads come first, then one for each flag.
   void configure(int64_t num_helpers) {
     if (num_helpers == num_configured_) return;
-    while (static_cast<int64_t>(helpers_.size()) < num_helpers) start_helper();
+    num_configured_ = num_helpers;
+    while (static_cast<int64_t>(helpers_.size()) < num_helpers && start_helper()) {
+    }
     const int64_t num_own = num_helpers - static_cast<int64_t>(lent_.size());
     for (int64_t i = 0; i < static_cast<int64_t>(helpers_.size()); ++i) {
       helpers_[i]->lender = i >= num_own && i < num_helpers ? lent_[i - num_own] : nullptr;
       helpers_[i]->is_wanted = i < num_helpers;
     }
-    num_configured_ = num_helpers;
   }
 
-  void start_helper() {
+  // False: the system allows no more threads. Regions are computed by those that there are.
+  bool start_helper() {
     Helper* helper = helpers_.emplace_back(std::make_unique<Helper>()).get();
     // Signals are for the threads of the program.
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    std::thread([this, helper, half = static_cast<int>(helpers_.size() % 2)] {
+    bool has_started = true;
+    try {
+      std::thread([this, helper, half = static_cast<int>(helpers_.size() % 2)] {
 #if defined(__linux__)
-      pthread_setname_np(pthread_self(), "pdserve-helper");
+        pthread_setname_np(pthread_self(), "pdserve-helper");
 #endif
-      help(*helper, half);
-    }).detach();
+        help(*helper, half);
+      }).detach();
+    } catch (const std::system_error&) {
+      helpers_.pop_back();
+      has_started = false;
+    }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    return has_started;
   }
 
   [[noreturn]] void help(Helper& self, int half) {
@@ -209,10 +220,14 @@ class Pool {
   std::vector<const BusyFlag*> lent_;
 };
 
-// NOTE: never destroyed, for its threads run until the process ends.
+// NOTE: never destroyed, for its threads run until the process ends. A process that was forked has
+// none of them, and perhaps a region that nobody ends: it begins anew, and borrows from nobody.
 Pool& pool() {
-  static Pool* const instance = new Pool;
-  return *instance;
+  static std::atomic<Pool*> instance = [] {
+    pthread_atfork(nullptr, nullptr, [] { instance = new Pool; });
+    return new Pool;
+  }();
+  return *instance.load(std::memory_order_acquire);
 }
 
 }  // namespace
