@@ -50,6 +50,12 @@ _MAX_HOST_CHARS = 253
 _MAX_MODEL_NAME_CHARS = 256
 NPU_BLOCK_SIZE = 128
 """Tokens per block that the NPU's operators take."""
+_GRAPH_MODES = {
+    "auto": ("auto", "eager", "native"),
+    "cpu": ("auto", "eager", "native"),
+    "reference": ("auto", "eager"),
+    "npu": ("auto", "eager", "torchair", "aclgraph"),
+}
 # Times travel as milliseconds in 32 bits, to workers and to the kernel.
 _MAX_DURATION_S = 7 * 24 * 3600.0
 
@@ -143,6 +149,7 @@ def check(config: ServiceConfig) -> None:
     problems = [
         *_check_addresses(config),
         *_check_cache(config),
+        *_check_steps(config),
         *_check_times(config),
         *_check_ranks(config),
         *_check_context_parallel(config),
@@ -326,6 +333,21 @@ def _check_cache(config: ServiceConfig) -> list[str]:
         problems.append(
             f"the KV caches (kv_cache_bytes times replicas and ranks) take "
             f"{format_bytes(total_bytes)}, this machine has {format_bytes(machine_bytes)}"
+        )
+    return problems
+
+
+def _check_steps(config: ServiceConfig) -> list[str]:
+    problems, prefiller, mode = [], config.prefiller, config.decoder.graph_mode
+    if prefiller.max_num_seqs > prefiller.max_num_batched_tokens:
+        problems.append(
+            f"prefiller.max_num_seqs is {prefiller.max_num_seqs}: at most "
+            f"prefiller.max_num_batched_tokens, which is {prefiller.max_num_batched_tokens}"
+        )
+    allowed = _GRAPH_MODES[config.ops]
+    if mode not in allowed:
+        problems.append(
+            f"decoder.graph_mode is {mode}, with ops {config.ops} it is one of {', '.join(allowed)}"
         )
     return problems
 

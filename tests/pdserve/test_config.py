@@ -135,6 +135,28 @@ def test_caches_larger_than_the_machine_are_refused() -> None:
         load("decoder.kv_cache_bytes=100TiB")
 
 
+def test_more_prompts_than_tokens_in_a_step_are_refused() -> None:
+    problem = "prefiller.max_num_seqs is 16: at most prefiller.max_num_batched_tokens, which is 8"
+    with pytest.raises(ConfigError, match=problem):
+        load("prefiller.max_num_batched_tokens=8")
+    assert load("prefiller.max_num_batched_tokens=8", "prefiller.max_num_seqs=8")
+
+
+@pytest.mark.parametrize(
+    ("ops", "mode", "allowed"),
+    [
+        ("auto", "torchair", "auto, eager, native"),
+        ("cpu", "aclgraph", "auto, eager, native"),
+        ("reference", "native", "auto, eager"),
+        ("npu", "native", "auto, eager, torchair, aclgraph"),
+    ],
+)
+def test_a_graph_mode_of_other_kernels_is_refused(ops: str, mode: str, allowed: str) -> None:
+    problem = f"decoder.graph_mode is {mode}, with ops {ops} it is one of {allowed}"
+    with pytest.raises(ConfigError, match=problem):
+        load(f"ops={ops}", f"decoder.graph_mode={mode}")
+
+
 def test_a_lease_must_survive_one_lost_renewal() -> None:
     with pytest.raises(ConfigError, match=r"at most 0\.5"):
         load("lease_s=1s")
