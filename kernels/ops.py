@@ -201,7 +201,7 @@ class Ops(Protocol):
         ...
 
     def quantized_linear(self, weight: QuantizedRows, bias: Tensor | None) -> Linear:
-        """Pack y = x W^T + b with W in few bits; activations stay as they are. bias: [out].
+        """Pack y = x W^T + b with W in 4, 8 or 16 bits; activations stay as they are. bias: [out].
 
         Asks for W some rows at a time where it can, and possibly twice for the same ones.
         """

@@ -1,4 +1,4 @@
-"""A weight in 4 or 8 bits with scales: what checkpoints hold and every backend packs."""
+"""A weight in 4 or 8 bits with scales, or in 16: what checkpoints hold and every backend packs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,8 +16,10 @@ class QuantizedForm:
     group_size: int
     """Neighbours of a row that share a scale: a multiple of 8, or the length of the row."""
     num_bits: int
-    """4 or 8."""
+    """4 or 8; 16: the values are floats, and there are no scales."""
     has_offset: bool
+    floats: torch.dtype | None = None
+    """Of values in 16 bits: bfloat16 or float16."""
 
 
 class QuantizedRows(Protocol):
@@ -40,18 +42,26 @@ class QuantizedRows(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """W = values * scale + offset, the last two shared by `group_size` neighbours of a row."""
+    """W = values * scale + offset, the last two shared by `group_size` neighbours of a row.
+
+    With 16 bits, W = values.
+    """
 
     values: Tensor
-    """[out, in] int8; 0 to 15 with 4 bits."""
+    """[out, in] int8; 0 to 15 with 4 bits; bfloat16 or float16 with 16."""
     scale: Tensor
-    """[out, ceil(in / group_size)] float32."""
+    """[out, ceil(in / group_size)] float32; [out, 0] with 16 bits."""
     offset: Tensor | None
     """As scale; None means 0."""
     group_size: int
     """A multiple of 8, or the length of the row."""
     num_bits: int
-    """4 or 8."""
+    """4, 8 or 16."""
+
+    @classmethod
+    def of_halves(cls, values: Tensor) -> "QuantizedWeight":
+        """values: [out, in], bfloat16 or float16: the weight itself."""
+        return cls(values, torch.empty(len(values), 0), None, values.shape[1], 16)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -62,11 +72,14 @@ class QuantizedWeight:
     @property
     def form(self) -> QuantizedForm:
         """See `QuantizedRows.form`."""
-        return QuantizedForm(self.group_size, self.num_bits, self.offset is not None)
+        floats = self.values.dtype if self.num_bits == 16 else None
+        return QuantizedForm(self.group_size, self.num_bits, self.offset is not None, floats)
 
     @property
     def has_half_factors(self) -> bool:
-        """Whether float16 holds every scale and offset exactly."""
+        """Whether float16 holds every scale and offset exactly; with 16 bits, every value."""
+        if self.num_bits == 16:
+            return self.values.dtype == torch.float16
         factors = [self.scale] if self.offset is None else [self.scale, self.offset]
         return all(bool((factor.half().float() == factor).all()) for factor in factors)
 
@@ -106,6 +119,8 @@ class QuantizedWeight:
 
     def dequantize(self) -> Tensor:
         """W, [out, in] float32."""
+        if self.num_bits == 16:
+            return self.values.float()
         num_inputs = self.values.shape[1]
 
         def spread(factor: Tensor) -> Tensor:
@@ -131,6 +146,7 @@ class _FusedRows:
             forms[0].group_size,
             max(form.num_bits for form in forms),
             any(form.has_offset for form in forms),
+            forms[0].floats,
         )
 
     def rows(self, index: slice) -> QuantizedWeight:
@@ -155,8 +171,8 @@ class _FusedRows:
 
 
 def concat_rows(weights: Sequence[QuantizedRows]) -> QuantizedRows | None:
-    """One weight of all rows, exact; None if the groups differ in size."""
-    if len({(weight.form.group_size, weight.shape[1]) for weight in weights}) > 1:
+    """One weight of all rows, exact; None if the groups differ in size, or floats in type."""
+    if len({(w.form.group_size, w.shape[1], w.form.floats) for w in weights}) > 1:
         return None
     return weights[0] if len(weights) == 1 else _FusedRows(weights)
 

@@ -114,6 +114,8 @@ class NpuQuantizedLinear:
         out_features, in_features = weight.values.shape
         is_per_row = weight.scale.shape[1] == 1
         has_groups = weight.group_size % 32 == 0 and in_features % weight.group_size == 0
+        if weight.num_bits == 16:
+            return False
         return (is_per_row or has_groups) and (weight.num_bits == 8 or out_features % 8 == 0)
 
 

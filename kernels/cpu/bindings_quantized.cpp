@@ -1,4 +1,5 @@
 // The operators on quantised weights: checks their tensors and calls the kernels.
+#include "huge_pages.h"
 #include "kernels.h"
 #include "recorded.h"
 
@@ -13,7 +14,11 @@ pdserve::QuantizedShape make_shape(int64_t out_features, int64_t in_features, in
                                    int64_t num_bits, bool has_offset, bool has_half_factors) {
   TORCH_CHECK(out_features > 0 && in_features > 0, "the weight is empty: ", out_features, " x ",
               in_features);
-  TORCH_CHECK(num_bits == 4 || num_bits == 8, "num_bits is ", num_bits, ", must be 4 or 8");
+  TORCH_CHECK(num_bits == 4 || num_bits == 8 || num_bits == 16, "num_bits is ", num_bits,
+              ", must be 4, 8 or 16");
+  TORCH_CHECK(num_bits != 16 || (group_size >= in_features && !has_offset),
+              "a weight of 16 bits has no scales: group_size is ", group_size, " for rows of ",
+              in_features);
   TORCH_CHECK(group_size > 0 && (group_size % 8 == 0 || group_size >= in_features), "group_size ",
               group_size, " is no multiple of 8 and not the whole row of ", in_features);
   return {
@@ -36,19 +41,27 @@ void check_packed(const Tensor& packed, const pdserve::QuantizedShape& shape) {
   check(packed, "packed", at::kByte, {num_panels(shape), pdserve::quantized_panel_bytes(shape)});
 }
 
+// Room for packed panels.
+Tensor empty_panels(int64_t num_panels, int64_t panel_bytes) {
+  return pdserve::empty_in_huge_pages({num_panels, panel_bytes}, at::TensorOptions(at::kByte));
+}
+
 Tensor pack_quantized(const Tensor& values, const Tensor& scale,
                       const std::optional<Tensor>& offset, int64_t group_size, int64_t num_bits,
                       bool has_half_factors) {
   TORCH_CHECK(values.dim() == 2, "values must have 2 dims, has ", values.dim());
   const auto shape = make_shape(values.size(0), values.size(1), group_size, num_bits,
                                 offset.has_value(), has_half_factors);
-  const int64_t groups = (shape.in_features + shape.group_size - 1) / shape.group_size;
-  check(values, "values", at::kChar, values.sizes());
+  const bool is_half = num_bits == 16;
+  const int64_t groups =
+      is_half ? 0 : (shape.in_features + shape.group_size - 1) / shape.group_size;
+  check(values, "values", !is_half ? at::kChar : has_half_factors ? at::kHalf : at::kBFloat16,
+        values.sizes());
   check(scale, "scale", at::kFloat, {shape.out_features, groups});
   if (offset) check(*offset, "offset", at::kFloat, {shape.out_features, groups});
   Tensor packed = at::empty({num_panels(shape), pdserve::quantized_panel_bytes(shape)},
                             values.options().dtype(at::kByte));
-  pdserve::pack_quantized(shape, values.const_data_ptr<int8_t>(), scale.const_data_ptr<float>(),
+  pdserve::pack_quantized(shape, values.const_data_ptr(), scale.const_data_ptr<float>(),
                           offset ? offset->const_data_ptr<float>() : nullptr,
                           packed.mutable_data_ptr<uint8_t>());
   return packed;
@@ -97,6 +110,7 @@ Tensor quantized_linear(const Tensor& x, const Tensor& packed, const std::option
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(pdserve_cpu, m) {
+  m.def("empty_panels(int num_panels, int panel_bytes) -> Tensor", empty_panels);
   m.def(
       "pack_quantized(Tensor values, Tensor scale, Tensor? offset, int group_size, int num_bits, "
       "bool has_half_factors) -> Tensor");

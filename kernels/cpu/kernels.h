@@ -145,13 +145,16 @@ struct QuantizedShape {
   int64_t out_features, in_features, group_size;
   int num_bits;
   bool has_offset;
-  bool has_half_factors;  // scale and offset are float16 in the panels, else float32
+  // Scale and offset are float16 in the panels, else float32. With 16 bits, which have neither:
+  // values are float16, else bfloat16.
+  bool has_half_factors;
 };
 
 int64_t quantized_panel_bytes(const QuantizedShape& shape);
 
-// values: [out_features, in_features]; scale, offset (or null): [out_features, groups].
-void pack_quantized(const QuantizedShape& shape, const int8_t* values, const float* scale,
+// values: [out_features, in_features] int8, or of 16 bits; scale, offset (or null): [out_features,
+// groups], neither with 16 bits.
+void pack_quantized(const QuantizedShape& shape, const void* values, const float* scale,
                     const float* offset, uint8_t* packed);
 
 void quantized_rows(const QuantizedShape& shape, const uint8_t* packed, const Ids& ids, float* out);

@@ -1,8 +1,8 @@
-// y = x W^T + b with W in 4 or 8 bits, packed once into panels; see quantized.h.
+// y = x W^T + b with W in 4, 8 or 16 bits, packed once into panels; see quantized.h.
 //
-// The first tile of rows multiplies each weight in the registers that it was widened in, so a step
-// with few rows costs what memory needs for the quantised bytes. Further tiles find the widened
-// weights in the first-level cache, a slice of the panel at a time. Either way an element is the
+// A single tile of rows multiplies each weight in the registers that it was widened in, so a step
+// with few rows costs what memory needs for the quantised bytes. With more rows the weights are
+// widened into the first-level cache, a slice of the panel at a time. Either way an element is the
 // one chain of fused multiply-adds that linear.cpp computes on the widened weights: the same bits,
 // in any batch.
 #include "microkernel.h"
@@ -23,48 +23,25 @@ struct PanelReader {
   const uint8_t* group;
   int64_t first = 0;  // input that the group starts with
   int64_t done = 0;   // inputs of the group that were read; a multiple of kWordInputs
+
+  // About where the next bytes are.
+  const uint8_t* next() const { return group + done * kTileCols * shape.num_bits / 8; }
 };
 
-struct Tile {
-  const float* x;
-  int64_t ld_x;
-  float* out;
-  int64_t ld_out;
-  float* slice;  // [inputs][kTileCols]
-};
-
-// Reads up to `limit` inputs, adds their products with Rows rows to out, and keeps the weights in
-// the slice. Returns how many.
-template <int Bits, int Rows, bool IsKept>
-int64_t multiply_while_reading(PanelReader& reader, const Tile& tile, int64_t limit) {
+// Calls f(input, weights) for up to `limit` further inputs, the first of them being input 0. Returns
+// how many.
+template <int Bits, typename F>
+inline int64_t read_inputs(PanelReader& reader, int64_t limit, const F& f) {
   const QuantizedShape& shape = reader.shape;
-  const int64_t ld_x = tile.ld_x;
-  Register acc[Rows * kTileVecs];
-  const auto at = [&](int i) {
-    return tile.out + i / kTileVecs * tile.ld_out + i % kTileVecs * kLanes;
-  };
-  const bool is_continued = reader.first + reader.done > 0;
-  c10::ForcedUnroll<Rows * kTileVecs>{}(
-      [&](auto i) { acc[i] = is_continued ? Vec::loadu(at(i)) : Vec(0.f); });
   int64_t read = 0;
   while (read < limit && reader.first < shape.in_features) {
     const int64_t inputs = std::min(shape.group_size, shape.in_features - reader.first);
     const int64_t count = std::min(inputs - reader.done, limit - read);
     const GroupBytes bytes(shape, inputs);
-    const int64_t start = Bits == 8 ? reader.done * kTileCols : reader.done * kTileCols / 2;
-    const float* x = tile.x + read;
-    float* slice = IsKept ? tile.slice + read * kTileCols : nullptr;
-    for_each_input<Bits>(
-        reader.group + bytes.whole - bytes.values + start, count,
-        Factors(reader.group, shape, bytes), [&](int64_t k, const Register* weights) {
-          if constexpr (IsKept)
-            for (int v = 0; v < kTileVecs; ++v)
-              Vec(weights[v]).store(slice + k * kTileCols + v * kLanes);
-          c10::ForcedUnroll<Rows * kTileVecs>{}([&](auto i) {
-            constexpr int r = i / kTileVecs, v = i % kTileVecs;
-            acc[i] = at::vec::fmadd(Vec(x[r * ld_x + k]), Vec(weights[v]), Vec(acc[i]));
-          });
-        });
+    const int64_t start = reader.done * kTileCols * Bits / 8;
+    for_each_input<Bits>(reader.group + bytes.whole - bytes.values + start, count,
+                         Factors(reader.group, shape, bytes),
+                         [&](int64_t k, const Register* weights) { f(read + k, weights); });
     read += count;
     reader.done += count;
     if (reader.done == inputs) {
@@ -73,36 +50,53 @@ int64_t multiply_while_reading(PanelReader& reader, const Tile& tile, int64_t li
       reader.done = 0;
     }
   }
-  c10::ForcedUnroll<Rows * kTileVecs>{}([&](auto i) { Vec(acc[i]).store(at(i)); });
   return read;
 }
 
-using ReadFn = int64_t (*)(PanelReader&, const Tile&, int64_t);
+// The product of a panel with one tile of rows, each weight in the registers that it was widened
+// in.
+template <int Bits, int Rows>
+void multiply_while_reading(PanelReader reader, const float* x, int64_t ld_x, float* out,
+                            int64_t ld_out) {
+  Register acc[Rows * kTileVecs];
+  c10::ForcedUnroll<Rows * kTileVecs>{}([&](auto i) { acc[i] = Vec(0.f); });
+  read_inputs<Bits>(reader, reader.shape.in_features, [&](int64_t k, const Register* weights) {
+    c10::ForcedUnroll<Rows * kTileVecs>{}([&](auto i) {
+      constexpr int r = i / kTileVecs, v = i % kTileVecs;
+      acc[i] = at::vec::fmadd(Vec(x[r * ld_x + k]), Vec(weights[v]), Vec(acc[i]));
+    });
+  });
+  c10::ForcedUnroll<Rows * kTileVecs>{}([&](auto i) {
+    Vec(acc[i]).store(out + i / kTileVecs * ld_out + i % kTileVecs * kLanes);
+  });
+}
 
-template <int Bits, bool IsKept, int... Rows>
+using ReadFn = void (*)(PanelReader, const float*, int64_t, float*, int64_t);
+
+template <int Bits, int... Rows>
 constexpr std::array<ReadFn, sizeof...(Rows)> readers_of(std::integer_sequence<int, Rows...>) {
-  return {multiply_while_reading<Bits, Rows + 1, IsKept>...};
+  return {multiply_while_reading<Bits, Rows + 1>...};
 }
 
 template <int Bits>
 void multiply_rows_of(const QuantizedLinearArgs& args, const uint8_t* panel, const float* x,
                       int64_t rows, float* out, int64_t ld_out) {
-  constexpr auto sizes = std::make_integer_sequence<int, kTileRows>();
-  static constexpr auto read = readers_of<Bits, false>(sizes);
-  static constexpr auto read_and_keep = readers_of<Bits, true>(sizes);
+  static constexpr auto readers =
+      readers_of<Bits>(std::make_integer_sequence<int, kTileRows>());
   PanelReader reader{args.shape, panel};
-  const int64_t taken = ceil_div(rows, ceil_div<int64_t>(rows, kTileRows));
-  if (taken == rows) {
-    read[rows - 1](reader, {x, args.ld_x, out, ld_out, nullptr}, args.shape.in_features);
-    return;
-  }
+  if (rows <= kTileRows) return readers[rows - 1](reader, x, args.ld_x, out, ld_out);
   alignas(64) float slice[kSliceDepth * kTileCols];
   for (int64_t k = 0; k < args.shape.in_features;) {
     const int64_t depth =
-        read_and_keep[taken - 1](reader, {x + k, args.ld_x, out, ld_out, slice}, kSliceDepth);
-    multiply_rows<kTileVecs>({x + taken * args.ld_x + k, args.ld_x, slice, kTileCols, depth,
-                              out + taken * ld_out, ld_out, k > 0},
-                             rows - taken);
+        read_inputs<Bits>(reader, kSliceDepth, [&](int64_t i, const Register* weights) {
+          for (int v = 0; v < kTileVecs; ++v)
+            Vec(weights[v]).store(slice + i * kTileCols + v * kLanes);
+        });
+    // Meanwhile the next slice is fetched, or the next panel's first: they lie one after the other.
+    multiply_rows<kTileVecs>(
+        {x + k, args.ld_x, slice, kTileCols, depth, out, ld_out, k > 0,
+         reinterpret_cast<const char*>(reader.next()), depth * kTileCols * Bits / 8},
+        rows);
     k += depth;
   }
 }
@@ -156,7 +150,9 @@ void multiply_panels_of(const QuantizedLinearArgs& args, int64_t begin, int64_t 
 }
 
 void multiply_panels(const QuantizedLinearArgs& args, int64_t begin, int64_t end) {
-  if (args.shape.num_bits == 8)
+  if (args.shape.num_bits == 16)
+    multiply_panels_of<16>(args, begin, end);
+  else if (args.shape.num_bits == 8)
     multiply_panels_of<8>(args, begin, end);
   else
     multiply_panels_of<4>(args, begin, end);
@@ -187,7 +183,25 @@ void pack_group(const QuantizedShape& shape, const int8_t* values, int64_t count
     }
 }
 
+// One group: the whole row.
+void pack_halves(const QuantizedShape& shape, const uint16_t* values, int64_t cols, uint8_t* to) {
+  auto* halves = reinterpret_cast<uint16_t*>(to);
+  for (int64_t col = 0; col < cols; ++col)
+    for (int64_t k = 0; k < shape.in_features; ++k)
+      halves[k * kTileCols + col] = values[col * shape.in_features + k];
+}
+
+void unpack_halves(const QuantizedShape& shape, const uint8_t* panel, int64_t col, float* out) {
+  const auto* halves = reinterpret_cast<const uint16_t*>(panel) + col;
+  for (int64_t k = 0; k < shape.in_features; ++k) {
+    const uint16_t bits = halves[k * kTileCols];
+    out[k] = shape.has_half_factors ? static_cast<float>(c10::Half(bits, c10::Half::from_bits()))
+                                    : static_cast<float>(c10::BFloat16(bits, c10::BFloat16::from_bits()));
+  }
+}
+
 void unpack_row(const QuantizedShape& shape, const uint8_t* panel, int64_t col, float* out) {
+  if (shape.num_bits == 16) return unpack_halves(shape, panel, col, out);
   for (int64_t first = 0; first < shape.in_features; first += shape.group_size) {
     const int64_t count = std::min(shape.group_size, shape.in_features - first);
     const GroupBytes bytes(shape, count);
@@ -217,7 +231,7 @@ int64_t quantized_panel_bytes(const QuantizedShape& shape) {
          (rest ? GroupBytes(shape, rest).whole : 0);
 }
 
-void pack_quantized(const QuantizedShape& shape, const int8_t* values, const float* scale,
+void pack_quantized(const QuantizedShape& shape, const void* values, const float* scale,
                     const float* offset, uint8_t* packed) {
   const int64_t num_groups = ceil_div(shape.in_features, shape.group_size);
   const int64_t panel_bytes = quantized_panel_bytes(shape);
@@ -228,6 +242,11 @@ void pack_quantized(const QuantizedShape& shape, const int8_t* values, const flo
       std::memset(to, 0, panel_bytes);
       const int64_t row = panel * kTileCols;
       const int64_t cols = std::min<int64_t>(kTileCols, shape.out_features - row);
+      const int64_t first_value = row * shape.in_features;
+      if (shape.num_bits == 16) {
+        pack_halves(shape, static_cast<const uint16_t*>(values) + first_value, cols, to);
+        continue;
+      }
       for (int64_t group = 0; group < num_groups; ++group) {
         const int64_t first = group * shape.group_size;
         const int64_t count = std::min(shape.group_size, shape.in_features - first);
@@ -237,7 +256,7 @@ void pack_quantized(const QuantizedShape& shape, const int8_t* values, const flo
           put_factor(to, shape.has_half_factors, col, scale[from]);
           if (offset) put_factor(to + bytes.factor, shape.has_half_factors, col, offset[from]);
         }
-        pack_group(shape, values + row * shape.in_features + first, count, cols,
+        pack_group(shape, static_cast<const int8_t*>(values) + first_value + first, count, cols,
                    to + bytes.whole - bytes.values);
         to += bytes.whole;
       }

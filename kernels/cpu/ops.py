@@ -60,7 +60,7 @@ class CpuLinear:
 
 
 class CpuQuantizedLinear:
-    """A weight in 4 or 8 bits, packed into panels with its scales and offsets."""
+    """A weight in 4, 8 or 16 bits, packed into panels with its scales and offsets."""
 
     def __init__(self, weight: QuantizedRows, bias: Tensor | None) -> None:
         self.out_features, self.in_features = weight.shape
@@ -154,7 +154,7 @@ def _pack_quantized(weight: QuantizedRows, *, has_half_factors: bool) -> Tensor 
             has_half_factors,
         )
         if packed is None:
-            packed = panels.new_empty(-(-num_outputs // cols), panels.shape[1])
+            packed = torch.ops.pdserve_cpu.empty_panels(-(-num_outputs // cols), panels.shape[1])
         packed[start // cols : start // cols + len(panels)] = panels
     return packed
 

@@ -17,6 +17,7 @@ FORMS = {  # bits, group size, offsets, factors that float16 holds
     "AWQ": (4, 128, True, False),
     "small groups": (4, 8, False, True),
 }
+HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 BATCHES = (0, 1, 2, 3, 5, 8, 11, 12, 13, 31, 95, 97, 300)
 
 
@@ -28,6 +29,10 @@ def ops(request: pytest.FixtureRequest) -> Ops:
 
 def make_weight(form: str, num_outputs: int, num_inputs: int, seed: int = 0) -> QuantizedWeight:
     """Any value, and factors that bring outputs to order 1."""
+    if form in HALVES:
+        generator = torch.Generator().manual_seed(seed)
+        values = torch.randn(num_outputs, num_inputs, generator=generator) / num_inputs**0.5
+        return QuantizedWeight.of_halves(values.to(HALVES[form]))
     num_bits, group_size, has_offset, is_half = FORMS[form]
     generator = torch.Generator().manual_seed(seed)
     group_size = min(group_size, num_inputs)
@@ -49,7 +54,7 @@ def tolerance(num_inputs: int) -> float:
     return 2e-7 * num_inputs + 2e-6
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [*FORMS, *HALVES])
 @pytest.mark.parametrize(("num_outputs", "num_inputs"), SHAPES)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_linear_is_that_of_the_dequantised_weight(
@@ -67,7 +72,7 @@ def test_linear_is_that_of_the_dequantised_weight(
         torch.testing.assert_close(linear(x).double(), expected, rtol=0, atol=tolerance(num_inputs))
 
 
-@pytest.mark.parametrize("form", ["a scale per output", "Q8_0", "Q4_1", "small groups"])
+@pytest.mark.parametrize("form", ["a scale per output", "Q8_0", "Q4_1", "small groups", *HALVES])
 def test_the_bits_are_those_of_the_float_linear_on_the_same_numbers(cpu: Ops, form: str) -> None:
     # float16 factors times few bits are exact in float32, and so is a product without an offset.
     weight = make_weight(form, 130, 1000)
@@ -80,7 +85,7 @@ def test_the_bits_are_those_of_the_float_linear_on_the_same_numbers(cpu: Ops, fo
         assert torch.equal(quantized(x[300 - batch :]), whole[300 - batch :])
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [*FORMS, *HALVES])
 def test_nothing_beside_the_operands_is_read(ops: Ops, form: str) -> None:
     linear = ops.quantized_linear(make_weight(form, 50, 40), None)
     x = torch.full((9, 100), torch.nan)
@@ -88,7 +93,7 @@ def test_nothing_beside_the_operands_is_read(ops: Ops, form: str) -> None:
     assert linear(x[2:5, 30:70]).isfinite().all()
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [*FORMS, *HALVES])
 def test_rows_of_the_weight_come_back_dequantised(ops: Ops, form: str) -> None:
     weight = make_weight(form, 101, 40)
     ids = torch.tensor([0, 100, 31, 32, 0], dtype=torch.int32)
@@ -109,14 +114,19 @@ def test_every_row_meets_the_weight_of_its_group(ops: Ops) -> None:
 
 
 @settings(deadline=None)
-@given(st.sampled_from(list(FORMS)), st.integers(1, 300), st.integers(0, 300), st.integers(0, 300))
+@given(
+    st.sampled_from([*FORMS, *HALVES]),
+    st.integers(1, 300),
+    st.integers(0, 300),
+    st.integers(0, 300),
+)
 def test_parts_of_a_weight_are_parts_of_its_numbers(form: str, size: int, a: int, b: int) -> None:
     weight = make_weight(form, 6, size)
     start, stop = sorted((a % (size + 1), b % (size + 1)))
     part = weight.columns(start, stop)
     if part is not None and start < stop:
         assert torch.equal(part.dequantize(), weight.dequantize()[:, start:stop])
-    one_group = weight.scale.shape[1] == 1
+    one_group = weight.scale.shape[1] <= 1
     assert part is not None or not one_group
     assert torch.equal(weight.rows(slice(2, 5)).dequantize(), weight.dequantize()[2:5])
     assert torch.equal(weight.padded(9).dequantize()[:6], weight.dequantize())
@@ -140,7 +150,7 @@ def test_weights_of_different_forms_go_side_by_side_if_their_groups_are_alike() 
     assert concat_rows([*mixed, make_weight("AWQ", 2, 64)]) is None
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [*FORMS, *HALVES])
 def test_groups_have_the_bits_of_their_linears(cpu: Ops, form: str) -> None:
     weights = [make_weight(form, 70, 64, seed) for seed in range(4)]
     sizes = torch.tensor([3, 0, 20, 1])
@@ -149,3 +159,23 @@ def test_groups_have_the_bits_of_their_linears(cpu: Ops, form: str) -> None:
     expected = [cpu.quantized_linear(w, None)(p) for w, p in zip(weights, parts, strict=True)]
     grouped = cpu.grouped_quantized_linear(weights)
     assert torch.equal(grouped(x, sizes), torch.cat(expected))
+
+
+def test_weights_of_16_bits_go_side_by_side_if_they_are_of_one_type() -> None:
+    parts = [make_weight("bfloat16", rows, 32) for rows in (5, 3)]
+    fused = concat_rows(parts)
+    assert fused is not None
+    assert torch.equal(whole(fused).values, torch.cat([part.values for part in parts]))
+    for form in ("float16", "Q8_0"):
+        assert concat_rows([*parts, make_weight(form, 2, 32)]) is None
+
+
+@pytest.mark.parametrize(("dtype", "is_half"), [(torch.float16, False), (torch.bfloat16, True)])
+def test_values_of_16_bits_must_be_of_the_type_that_they_are_packed_as(
+    cpu: Ops, dtype: torch.dtype, is_half: bool
+) -> None:
+    values, scale = torch.zeros(2, 8, dtype=dtype), torch.empty(2, 0)
+    with pytest.raises(RuntimeError, match="values must be contiguous"):
+        torch.ops.pdserve_cpu.pack_quantized(values, scale, None, 8, 16, is_half)
+    with pytest.raises(RuntimeError, match="a weight of 16 bits has no scales"):
+        torch.ops.pdserve_cpu.pack_quantized(values, scale, None, 4, 16, not is_half)
