@@ -10,13 +10,14 @@ from kernels.gating import Gating
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 
-Quantization = Literal["none", "int8", "int4", "native"]
+Quantization = Literal["auto", "none", "int8", "int4", "native"]
 """How weights are held; activations stay in float.
 
+auto:   native where that gives the same results as none, on CPUs; none elsewhere.
 none:   in float, whatever the checkpoint holds.
 int8:   rounded at load, symmetric, one scale per output.
 int4:   rounded at load, a scale and an offset for 32 inputs; the vocabulary as int8.
-native: as a quantised checkpoint holds them, so exactly; what it holds in float stays in float.
+native: as the checkpoint holds them, so exactly: in few bits, or in 16; the rest in float.
 """
 
 KVCacheDtype = Literal["auto", "int8"]

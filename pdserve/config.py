@@ -96,8 +96,10 @@ class ServiceConfig:
     """Context limit in tokens; None takes the model's."""
     ops: Literal["auto", "reference", "cpu", "npu"] = "auto"
     """Backend of the device operations."""
-    quantization: Quantization = "none"
-    """Weights: none in float; int8, int4 rounded at load; native as a quantised model has them."""
+    quantization: Quantization = "auto"
+    """Weights: none in float; int8, int4 rounded at load; native as the model's files have them;
+    auto native on CPUs, else none.
+    """
     kv_cache_dtype: KVCacheDtype = "auto"
     """KV cache: auto as the backend computes; int8 with a scale per token and head."""
     speculation: Speculation = "none"

@@ -1,4 +1,4 @@
-"""GGUF's blocks of 32 as `QuantizedWeight`, value for value what dequantising them gives.
+"""GGUF's blocks of 32 and its halves as `QuantizedWeight`, with the values of dequantising them.
 
 Source: block_q4_0 and its like in https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h
 """
@@ -27,11 +27,14 @@ _FORMS = {
 _WITH_OFFSET = frozenset(
     {GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q5_1}
 )
+_HALVES = {GGMLQuantizationType.F16: torch.float16, GGMLQuantizationType.BF16: torch.bfloat16}
 
 
 def form_of(tensor: GGUFTensor) -> QuantizedForm | None:
     """How `read_blocks` gives it; None: it does not take it."""
     kind = tensor.quantization
+    if len(tensor.shape) == 2 and kind in _HALVES:
+        return QuantizedForm(tensor.shape[1], 16, has_offset=False, floats=_HALVES[kind])
     if kind not in _FORMS or len(tensor.shape) != 2:
         return None
     return QuantizedForm(_BLOCK, _FORMS[kind], kind in _WITH_OFFSET)
@@ -39,6 +42,9 @@ def form_of(tensor: GGUFTensor) -> QuantizedForm | None:
 
 def read_blocks(kind: GGMLQuantizationType, blocks: Array) -> QuantizedWeight:
     """blocks: [rows, blocks, bytes of a block] -> their values, scales and offsets."""
+    if kind in _HALVES:
+        bits = np.ascontiguousarray(blocks).view(np.int16)[..., 0]
+        return QuantizedWeight.of_halves(torch.from_numpy(bits).view(_HALVES[kind]))
     scale = _half(blocks, 0)
     offset: Array | None = None
     if kind == GGMLQuantizationType.Q8_0:

@@ -181,7 +181,7 @@ class _LayerJob:
             if source.name not in wanted:
                 continue
             target = self._targets[source.name]
-            if self._quantization == "native":
+            if self._quantization in ("auto", "native"):
                 rows = source.quantized(target.index)
             elif rounding in ("int8", "int4"):
                 rows = target.rounded(source, rounding)
@@ -213,7 +213,7 @@ def _match(
     if quantization == "native" and all(s.form is None for s in by_name.values()):
         raise UnsupportedModel(
             f"quantization is native, but {path} holds no weights in a form that can be kept: "
-            "use none, int8 or int4"
+            "use auto, none, int8 or int4"
         )
     jobs = {
         id(layer): _LayerJob(

@@ -108,9 +108,9 @@ def _tensors(path: Path, file: MappedFile, dtypes: Collection[str]) -> Iterator[
         read = partial(_read, file, data_start + entry["data_offsets"][0], integer, dtype, shape)
         stem, _, projection = name.rpartition(".")
         if projection in _STACKED_EXPERTS and len(shape) == 3:
-            yield from _experts(read, stem, projection, shape)
+            yield from _experts(read, stem, projection, shape, dtype)
         else:
-            yield SourceTensor(_our_name(name), shape, read)
+            yield SourceTensor.of_floats(_our_name(name), shape, read, dtype)
 
 
 def _our_name(name: str) -> str:
@@ -121,17 +121,22 @@ def _our_name(name: str) -> str:
 
 
 def _experts(
-    read: Callable[[Index], Tensor], stem: str, projection: str, shape: tuple[int, ...]
+    read: Callable[[Index], Tensor],
+    stem: str,
+    projection: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
 ) -> Iterator[SourceTensor]:
     """The parts of a tensor [experts, rows, columns], under the names of separate experts."""
     parts = _STACKED_EXPERTS[projection]
     num_experts, rows = shape[0], shape[1] // len(parts)
     for expert in range(num_experts):
         for i, part in enumerate(parts):
-            yield SourceTensor(
+            yield SourceTensor.of_floats(
                 f"{stem}.{expert}.{part}.weight",
                 (rows, shape[2]),
                 partial(_read_expert, read, expert, i * rows),
+                dtype,
             )
 
 

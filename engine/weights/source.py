@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from kernels.quantized import QuantizedForm, QuantizedRows, QuantizedWeight
@@ -20,9 +21,23 @@ class SourceTensor:
     read: Callable[[Index], Tensor]
     """The values of a part, in any floating type; the rest is not read."""
     form: QuantizedForm | None = None
-    """How the checkpoint holds the values in few bits; None: it does not."""
+    """How the checkpoint holds the values in 16 bits or fewer; None: it does not."""
     read_quantized: Callable[[Index], QuantizedWeight] | None = None
     """A part in that form, whose columns do not cut through a group."""
+
+    @classmethod
+    def of_floats(
+        cls,
+        name: str,
+        shape: tuple[int, ...],
+        read: Callable[[Index], Tensor],
+        dtype: torch.dtype,
+    ) -> "SourceTensor":
+        """dtype: of what is read; a matrix of 16 bits may stay so."""
+        if len(shape) != 2 or dtype not in (torch.bfloat16, torch.float16):
+            return cls(name, shape, read)
+        form = QuantizedForm(shape[1], 16, has_offset=False, floats=dtype)
+        return cls(name, shape, read, form, lambda index: QuantizedWeight.of_halves(read(index)))
 
     def whole(self) -> Tensor:
         """All values."""

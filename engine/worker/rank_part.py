@@ -171,7 +171,10 @@ def _load_model(
     def progress(done: int, total: int) -> None:
         report("loading weights", done / max(total, 1))
 
-    load_weights(Path(config.model_path), model, progress, quantization=config.quantization)
+    quantization = config.quantization
+    if quantization == "auto" and ops.name != "cpu":
+        quantization = "none"
+    load_weights(Path(config.model_path), model, progress, quantization=quantization)
     if sharded := model.sharded_bytes().whole:
         held = model.sharded_bytes().held
         _log.info(

@@ -10,12 +10,21 @@ from hypothesis import strategies as st
 
 from engine.config import Quantization
 from engine.errors import UnsupportedModel
+from engine.layers.embedding import LMHead
+from engine.layers.linear import FusedLinear
 from engine.layers.quantization import quantize_int4, quantize_int8
 from engine.models import build_model
 from engine.weights import load_model_config, load_weights
+from kernels.cpu.ops import CpuQuantizedLinear
 from kernels.ops import Ops, select_ops
 from tests.engine.hf_comparison import LENGTHS, assert_close_to_hf, uneven, whole
-from tests.engine.tiny import PoisonedCache, load, logits_by_steps, tiny_hf_llama
+from tests.engine.tiny import (
+    PoisonedCache,
+    load,
+    logits_by_steps,
+    random_token_ids,
+    tiny_hf_llama,
+)
 from tests.engine.tiny_families import tiny_family
 from tests.oracle import packaged_model_path, story
 
@@ -99,8 +108,28 @@ def test_a_row_of_zeros_stays_one(quantize: Any) -> None:
 def test_native_is_refused_where_the_checkpoint_holds_floats(ops: Ops, tmp_path: Path) -> None:
     tiny_hf_llama().save_pretrained(tmp_path)
     model = build_model(load_model_config(tmp_path), ops)
-    with pytest.raises(UnsupportedModel, match="use none, int8 or int4"):
+    with pytest.raises(UnsupportedModel, match="use auto, none, int8 or int4"):
         load_weights(tmp_path, model, quantization="native")
+    load_weights(tmp_path, model, quantization="auto")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
+def test_weights_of_16_bits_stay_so_and_give_the_very_logits_of_float32(
+    make: Any, dtype: torch.dtype, cpu: Ops, tmp_path: Path
+) -> None:
+    make().to(dtype).save_pretrained(tmp_path)
+    found = {}
+    for quantization in ("none", "auto"):
+        model = load(tmp_path, cpu, quantization=quantization)
+        kept = [m for m in model.modules() if isinstance(m, FusedLinear | LMHead)]
+        is_kept = any(isinstance(layer._linear, CpuQuantizedLinear) for layer in kept)
+        assert is_kept == (quantization == "auto")
+        cache = PoisonedCache(model, num_blocks=8, block_size=8)
+        (found[quantization],) = logits_by_steps(
+            model, cache, [random_token_ids(40, 0)], lambda _, left: left
+        )
+    assert torch.equal(found["auto"], found["none"])
 
 
 def perplexity(ops: Ops, quantization: Quantization, token_ids: list[int]) -> float:

@@ -120,7 +120,9 @@ def logits_of(path: Path, ops: Ops, quantization: Quantization) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "quantization", [Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0], ids=lambda q: q.name
+    "quantization",
+    [Type.F16, Type.BF16, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0],
+    ids=lambda q: q.name,
 )
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_blocks_kept_as_they_are_give_the_very_logits_of_the_dequantised_ones(
