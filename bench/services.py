@@ -33,6 +33,9 @@ STOP_TIMEOUT_S = 30.0
 COLOCATED = ("--set", "prefiller.replicas=0", "--set", "decoder.max_prefill_tokens=512")
 """Our own engine as one worker that owns every core."""
 
+FLOAT32 = ("--set", "quantization=none")
+"""Weights as those of a peer that holds them in float32."""
+
 _AVX2_ONLY = {
     "ATEN_CPU_CAPABILITY": "avx2",
     "MKL_ENABLE_INSTRUCTIONS": "AVX2",
@@ -69,12 +72,19 @@ def add_peer_options(parser: argparse.ArgumentParser) -> None:
 def chosen_services(arguments: argparse.Namespace, options: Sequence[str] = ()) -> list[Service]:
     """Ours as PD and as one worker, with `options` of `pdserve up`, and vLLM where it is given.
 
+    Weights are in float32, and as the model's file holds them; results are the same.
+
     All run with the instructions that `--isa` leaves them.
     """
     hidden = str(Path(__file__).parent / "avx2_only") if arguments.isa else ""
     if arguments.isa:
         os.environ.update(_AVX2_ONLY)
-    services = [pdserve("PD", options), pdserve("colocated", [*options, *COLOCATED])]
+    services = [
+        pdserve("PD", options),
+        pdserve("colocated", [*options, *COLOCATED]),
+        pdserve("PD, float32 weights", [*options, *FLOAT32]),
+        pdserve("colocated, float32 weights", [*options, *COLOCATED, *FLOAT32]),
+    ]
     if arguments.vllm:
         services.append(vllm(arguments.vllm, arguments.vllm_model, python_path=hidden))
     return [service for service in services if arguments.only in service.name]
