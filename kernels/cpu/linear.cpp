@@ -16,6 +16,7 @@ namespace {
 constexpr int64_t kSliceBytes = 8 * 1024;  // of a panel: this one, the next and rows of x fit 32 KB
 constexpr int64_t kRowBlockBytes = 256 * 1024;  // of x: half a second-level cache
 constexpr int64_t kSliceDepth = kSliceBytes / (kTileCols * sizeof(float));
+constexpr int64_t kFloatsAhead = 1024;  // how far a single tile fetches ahead of what it reads
 
 int64_t rows_per_block(int64_t in_features) {
   const int64_t rows = kRowBlockBytes / (in_features * static_cast<int64_t>(sizeof(float)));
@@ -37,12 +38,13 @@ void multiply_panel(const LinearArgs& args, int64_t panel, int64_t first_row, in
                     float* out, int64_t ld_out) {
   const float* x = args.x + first_row * args.ld_x;
   const float* weight = args.packed + panel * kTileCols * args.in_features;
-  const int64_t slice = rows <= kTileRows ? args.in_features : kSliceDepth;
+  // A single tile streams through the panel once, so nothing of it need stay.
+  const bool is_one_tile = rows <= kTileRows;
+  const int64_t slice = is_one_tile ? args.in_features : kSliceDepth;
   for (int64_t k = 0; k < args.in_features; k += slice) {
     const int64_t depth = std::min(slice, args.in_features - k);
-    // The next slice, or the next panel's first: panels lie one after the other. A single tile
-    // streams through the panel once, which the hardware foresees better.
-    const float* next = rows <= kTileRows ? nullptr : weight + (k + depth) * kTileCols;
+    // Into the next slice, or the next panel's first: panels lie one after the other.
+    const float* next = weight + k * kTileCols + (is_one_tile ? kFloatsAhead : depth * kTileCols);
     multiply_rows<kTileVecs>(
         {x + k, args.ld_x, weight + k * kTileCols, kTileCols, depth, out, ld_out, k > 0,
          reinterpret_cast<const char*>(next), depth * kTileCols * int64_t{sizeof(float)}},
