@@ -36,6 +36,7 @@ constexpr int64_t kMaxSplitRows = 48;     // up to here an item is a single key 
 constexpr int64_t kMaxSplitQueries = 8;   // and also with so few queries of however many heads
 constexpr int64_t kMaxItemRows = 192;     // rows that share one transposed key tile
 constexpr int64_t kMinRunForInPlace = 8;  // smaller blocks are copied together before P V
+constexpr int64_t kLineFloats = kCacheLine / sizeof(float);
 
 struct Item {
   int64_t seq, kv_head, first_query, num_queries, first_tile, num_tiles;
@@ -79,21 +80,26 @@ class Attention {
       // NOTE: kept for the life of the thread; a fresh one would be paged in anew in every layer.
       thread_local std::vector<float> floats;
       const int64_t rows = std::max(kMaxItemRows, kMaxSplitQueries * a.group_);
-      const int64_t wanted = a.key_dim_ * (rows + kTileKeys) +
-                             a.dim_ * (rows + kBlockRows + kTileKeys) + kBlockRows * kTileKeys +
-                             4 * rows + kTileKeys;
+      const std::pair<float**, int64_t> parts[] = {{&q, rows * a.key_dim_},
+                                                   {&out, rows * a.dim_},
+                                                   {&partial, kBlockRows * a.dim_},
+                                                   {&keys, kTileKeys * a.key_dim_},
+                                                   {&values, kTileKeys * a.dim_},
+                                                   {&scores, kBlockRows * kTileKeys},
+                                                   {&max, rows},
+                                                   {&sum, rows},
+                                                   {&tile_max, rows},
+                                                   {&tile_sum, rows},
+                                                   {&scales, kTileKeys}};
+      int64_t wanted = kLineFloats;
+      for (const auto& [part, size] : parts) wanted += round_up(size, kLineFloats);
       if (static_cast<int64_t>(floats.size()) < wanted) floats.resize(wanted);
-      q = floats.data();
-      out = q + rows * a.key_dim_;
-      partial = out + rows * a.dim_;
-      keys = partial + kBlockRows * a.dim_;
-      values = keys + kTileKeys * a.key_dim_;
-      scores = values + kTileKeys * a.dim_;
-      max = scores + kBlockRows * kTileKeys;
-      sum = max + rows;
-      tile_max = sum + rows;
-      tile_sum = tile_max + rows;
-      scales = tile_sum + rows;
+      // NOTE: vectors that straddle two lines would take twice the time.
+      auto at = round_up<uintptr_t>(reinterpret_cast<uintptr_t>(floats.data()), kCacheLine);
+      for (const auto& [part, size] : parts) {
+        *part = reinterpret_cast<float*>(at);
+        at += round_up(size, kLineFloats) * sizeof(float);
+      }
     }
 
     float *q, *out, *partial, *keys, *values, *scores, *max, *sum, *tile_max, *tile_sum, *scales;
@@ -431,7 +437,9 @@ class Attention {
   void add_partial(const float* partial, float max, float sum, int64_t row, Scratch& s) const {
     if (sum == 0.f) return;
     const float highest = std::max(s.max[row], max);
-    const float keep = std::exp(s.max[row] - highest), add = std::exp(max - highest);
+    // NOTE: exp(0) is 1; that of the other side costs as much as all the rest.
+    const float keep = s.max[row] == highest ? 1.f : std::exp(s.max[row] - highest);
+    const float add = max == highest ? 1.f : std::exp(max - highest);
     s.max[row] = highest;
     s.sum[row] = std::fma(s.sum[row], keep, sum * add);
     float* out = s.out + row * dim_;

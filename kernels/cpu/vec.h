@@ -106,6 +106,19 @@ inline void transpose_block(const float* src, int64_t ld_src, float* dst, int64_
 #endif
 }
 
+// The same where src has only `live` rows; zeros for the others.
+inline void transpose_partly(const float* src, int64_t ld_src, int64_t live, float* dst,
+                             int64_t ld_dst) {
+  if (live == 0) {
+    for (int c = 0; c < kLanes; ++c) Vec(0.f).store(dst + c * ld_dst);
+    return;
+  }
+  alignas(64) float block[kLanes * kLanes];
+  for (int64_t r = 0; r < kLanes; ++r)
+    (r < live ? Vec::loadu(src + r * ld_src) : Vec(0.f)).store(block + r * kLanes);
+  transpose_block(block, kLanes, dst, ld_dst);
+}
+
 // dst[c][r] = src[r][c] for r < rows, and 0 for rows <= r < padded_rows. Calls after_block()
 // between blocks of kLanes x kLanes.
 template <typename F>
@@ -113,13 +126,20 @@ void transpose_padded(const float* src, int64_t ld_src, int64_t rows, int64_t co
                       int64_t ld_dst, int64_t padded_rows, const F& after_block) {
   const int64_t whole_cols = cols / kLanes * kLanes;
   int64_t r = 0;
-  for (; r + kLanes <= rows; r += kLanes) {
+  for (; r + kLanes <= padded_rows; r += kLanes) {
+    const int64_t live = std::clamp<int64_t>(rows - r, 0, kLanes);
     for (int64_t c = 0; c < whole_cols; c += kLanes) {
-      transpose_block(src + r * ld_src + c, ld_src, dst + c * ld_dst + r, ld_dst);
+      const float* from = src + r * ld_src + c;
+      float* to = dst + c * ld_dst + r;
+      if (live == kLanes)
+        transpose_block(from, ld_src, to, ld_dst);
+      else
+        transpose_partly(from, ld_src, live, to, ld_dst);
       after_block();
     }
     for (int64_t c = whole_cols; c < cols; ++c)
-      for (int64_t i = r; i < r + kLanes; ++i) dst[c * ld_dst + i] = src[i * ld_src + c];
+      for (int64_t i = 0; i < kLanes; ++i)
+        dst[c * ld_dst + r + i] = i < live ? src[(r + i) * ld_src + c] : 0.f;
   }
   for (; r < padded_rows; ++r)
     for (int64_t c = 0; c < cols; ++c) dst[c * ld_dst + r] = r < rows ? src[r * ld_src + c] : 0.f;
