@@ -14,8 +14,8 @@ from engine.scheduler import SchedulerConfig
 from engine.weights import load_model_config, load_weights
 from kernels.ops import select_ops
 from tests.decoder.checked_graphs import Maker
+from tests.engine.drafted import outputs_of, requests_with
 from tests.engine.mtp import tiny_mtp
-from tests.engine.test_speculation import outputs_of, requests_with
 
 
 @pytest.mark.parametrize(("num_layers", "num_drafts"), [(1, 1), (2, 3)])
