@@ -165,6 +165,7 @@ DEEPSEEK_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "v3",
         {"v_head_dim": 40, "qk_nope_head_dim": 8, "first_k_dense_replace": 2},
     ),
+    "v3, one value a head": ("v3", {"v_head_dim": 1}),
     "v2, greedy": ("v2", {"topk_method": "greedy"}),
     "v2, one of four groups": ("v2", {"topk_group": 1}),
     "v2, eight groups, scaled": (
