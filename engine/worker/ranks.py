@@ -8,6 +8,7 @@ step, `on_lost` is called with the reason, and the process is expected to end.
 
 import hmac
 import logging
+import queue
 import socket
 import threading
 import time
@@ -26,6 +27,7 @@ from engine.worker.wire import Wire, WireClosed
 from protos import ranks_pb2, worker_pb2
 
 _JOIN_TIMEOUT_S = 120.0
+_LOAD_TIMEOUT_S = 3600.0
 _WATCH_INTERVAL_S = 0.5
 _PONG_TIMEOUT_S = 1.0
 _STOP_TIMEOUT_S = 5.0
@@ -68,7 +70,8 @@ class _Follower:
     rank: int
     wire: Wire
     progress: Progress
-    ready: threading.Event = field(default_factory=threading.Event)
+    has_loaded: bool = False
+    """Or failed to."""
     error: str = ""
     link_address: str = ""
     on_event: OnEvent = field(default=_ignore)
@@ -99,6 +102,7 @@ class Ranks:
         self._follower = follower
         self._on_lost = on_lost
         self._followers: dict[int, _Follower] = {}
+        self._loaded: queue.SimpleQueue[_Follower] = queue.SimpleQueue()
         self._step = 0
         self._own = Progress(0)
         self._parallel = Parallel()
@@ -129,8 +133,16 @@ class Ranks:
 
         Raises: RuntimeError: one could not load; says which and why.
         """
-        for follower in self._followers.values():
-            follower.ready.wait()
+        deadline_s = time.monotonic() + _LOAD_TIMEOUT_S
+        # NOTE: whichever comes first. The one that failed may be the only one that ever says so.
+        for _ in self._followers:
+            try:
+                follower = self._loaded.get(timeout=max(deadline_s - time.monotonic(), 0.01))
+            except queue.Empty:
+                missing = sorted(f.rank for f in self._followers.values() if not f.has_loaded)
+                raise RuntimeError(
+                    f"ranks {missing} have not loaded within {_LOAD_TIMEOUT_S} s"
+                ) from None
             if follower.error:
                 raise RuntimeError(f"rank {follower.rank}: {follower.error}")
         return [f.link_address for _, f in sorted(self._followers.items())]
@@ -254,9 +266,8 @@ class Ranks:
                 event = ranks_pb2.RankEvent.FromString(follower.wire.receive())
                 self._take(follower, event)
         except WireClosed as error:
-            if not follower.ready.is_set():
-                follower.error = follower.error or f"it ended while loading ({error})"
-                follower.ready.set()
+            if not follower.has_loaded:
+                self._end_loading(follower, f"it ended while loading ({error})")
             elif not self._closing.is_set():
                 self._on_lost(f"rank {follower.rank} is gone ({error})")
 
@@ -264,10 +275,9 @@ class Ranks:
         match event.WhichOneof("event"):
             case "ready":
                 follower.link_address = event.ready.link_address
-                follower.ready.set()
+                self._end_loading(follower)
             case "failed":
-                follower.error = event.failed.error
-                follower.ready.set()
+                self._end_loading(follower, event.failed.error)
             case "step" if event.step.done:
                 follower.progress.collectives = event.step.collectives
                 follower.progress.done = event.step.step
@@ -285,6 +295,10 @@ class Ranks:
                 follower.on_tier_job(follower.rank, event.tier_job_done)
             case _:
                 follower.on_event(follower.rank, event)
+
+    def _end_loading(self, follower: _Follower, error: str = "") -> None:
+        follower.error, follower.has_loaded = error, True
+        self._loaded.put(follower)
 
     def _watch(self) -> None:
         while not self._closing.wait(_WATCH_INTERVAL_S):

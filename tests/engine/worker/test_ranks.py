@@ -125,22 +125,27 @@ def test_a_rank_that_ends_is_lost_at_once(
 
 
 class FailingFollowers(Followers):
-    """One of them cannot load."""
+    """One of them cannot load, and the others never end loading."""
+
+    def __init__(self, failing: int) -> None:
+        super().__init__()
+        self._failing = failing
 
     def _be(self, rank: int, address: str, token: str) -> None:
         wire = self._join(rank, address, token)
         wire.receive(_TIMEOUT_S)
-        if rank == 1:
+        if rank == self._failing:
             failed = ranks_pb2.RankFailed(error="no such file")
             wire.send(ranks_pb2.RankEvent(failed=failed).SerializeToString())
         self.wires[rank] = wire
 
 
-def test_a_rank_that_cannot_load_says_why(lost: "queue.Queue[str]") -> None:
-    followers = FailingFollowers()
+@pytest.mark.parametrize("failing", [1, 2])  # one of them joins last
+def test_a_rank_that_cannot_load_says_why(failing: int, lost: "queue.Queue[str]") -> None:
+    followers = FailingFollowers(failing)
     ranks = Ranks(_CONFIG, worker_pb2.ROLE_DECODER, 1, followers, lost.put)
     try:
-        with pytest.raises(RuntimeError, match="rank 1: no such file"):
+        with pytest.raises(RuntimeError, match=f"rank {failing}: no such file"):
             ranks.wait_ready()
     finally:
         ranks.close()
