@@ -125,8 +125,8 @@ void sum_of_experts(const float* rows, int64_t dim, const int64_t* index, const 
   for (int64_t i = 0; i < num_tokens * k; ++i) places[index[i]] = i;
   parallel_even(num_tokens, kMinRows, [&](int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; ++token) {
+      // NOTE: in the order of choice, not of experts: those may be numbered anew when they move.
       const auto first = places.begin() + token * k;
-      std::sort(first, first + k);  // ascending by expert
       float* to = out + token * dim;
       std::fill_n(to, dim, 0.f);
       for (auto place = first; place < first + k; ++place)

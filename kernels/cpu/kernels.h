@@ -202,7 +202,7 @@ struct ExpertRows {
 void sort_by_expert(const ExpertRows& rows, const Ids& ids, int64_t num_experts, int64_t* index,
                     int64_t* sizes);
 
-// The way back: out[token] is the weighted sum of its rows, added in ascending order of experts.
+// The way back: out[token] is the weighted sum of its rows, added in the order of its choices.
 // weights: [num_tokens, k], by choice; index: all of [0, num_tokens * k), from sort_by_expert.
 void sum_of_experts(const float* rows, int64_t dim, const int64_t* index, const float* weights,
                     int64_t num_tokens, int64_t k, float* out);

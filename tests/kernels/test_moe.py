@@ -125,6 +125,23 @@ def test_rows_go_to_their_experts_in_order_and_come_back(
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_a_token_has_the_same_bits_however_experts_are_numbered(cpu: Ops) -> None:
+    num_tokens, num_experts, k = 50, 12, 5
+    experts = torch.randn(num_experts, 40)  # what each adds to a row
+    ids = torch.stack([torch.randperm(num_experts)[:k] for _ in range(num_tokens)])
+    weights, x = torch.rand(num_tokens, k), torch.randn(num_tokens, 40)
+
+    def back(number: torch.Tensor) -> torch.Tensor:
+        rows, row_index, sizes = cpu.moe_init_routing(x, number[ids], num_experts)
+        by_number = torch.empty_like(experts).index_copy(0, number, experts)
+        rows = rows + by_number.repeat_interleave(sizes, dim=0)
+        return cpu.moe_finalize_routing(rows, row_index, weights)
+
+    expected = back(torch.arange(num_experts))
+    for _ in range(5):
+        assert torch.equal(back(torch.randperm(num_experts)), expected)
+
+
 def test_ids_that_no_expert_has_are_refused(cpu: Ops) -> None:
     with pytest.raises(IndexError, match=r"id 3 is not in \[0, 3\)"):
         cpu.moe_init_routing(torch.zeros(2, 4), torch.tensor([[0], [3]]), 3)
