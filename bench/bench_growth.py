@@ -16,6 +16,7 @@ from worker_engine import BenchEngine, Cost, Machine, default_output
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
+from matplotlib.ticker import LogLocator, ScalarFormatter
 
 CONTEXTS = (128, 256, 512, 1024, 2048, 4096, 8176)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -98,6 +99,8 @@ def main() -> None:
         axis.loglog(panel.sizes, [1e3 * s for s in floors], "--", label="roofline")
         axis.set(title=panel.title, xlabel=panel.label, ylabel="ms", xticks=panel.sizes)
         axis.set_xticklabels([str(size) for size in panel.sizes])
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+        axis.yaxis.set_major_formatter(ScalarFormatter())
         axis.minorticks_off()
         axis.grid(True, which="both", alpha=0.3)
         axis.legend()
