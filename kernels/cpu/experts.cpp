@@ -126,11 +126,10 @@ void sum_of_experts(const float* rows, int64_t dim, const int64_t* index, const 
   parallel_even(num_tokens, kMinRows, [&](int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; ++token) {
       // NOTE: in the order of choice, not of experts: those may be numbered anew when they move.
-      const auto first = places.begin() + token * k;
       float* to = out + token * dim;
       std::fill_n(to, dim, 0.f);
-      for (auto place = first; place < first + k; ++place)
-        add_scaled(rows + *place * dim, weights[index[*place]], dim, to);
+      for (int64_t choice = token * k; choice < (token + 1) * k; ++choice)
+        add_scaled(rows + places[choice] * dim, weights[choice], dim, to);
     }
   });
 }
