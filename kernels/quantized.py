@@ -21,6 +21,11 @@ class QuantizedForm:
     floats: torch.dtype | None = None
     """Of values in 16 bits: bfloat16 or float16."""
 
+    @classmethod
+    def of_halves(cls, num_inputs: int, dtype: torch.dtype) -> "QuantizedForm":
+        """Of rows that are floats of 16 bits."""
+        return cls(num_inputs, 16, has_offset=False, floats=dtype)
+
 
 class QuantizedRows(Protocol):
     """A weight whose rows are made when they are asked for; a `QuantizedWeight` is one of them."""

@@ -34,7 +34,7 @@ def form_of(tensor: GGUFTensor) -> QuantizedForm | None:
     """How `read_blocks` gives it; None: it does not take it."""
     kind = tensor.quantization
     if len(tensor.shape) == 2 and kind in _HALVES:
-        return QuantizedForm(tensor.shape[1], 16, has_offset=False, floats=_HALVES[kind])
+        return QuantizedForm.of_halves(tensor.shape[1], _HALVES[kind])
     if kind not in _FORMS or len(tensor.shape) != 2:
         return None
     return QuantizedForm(_BLOCK, _FORMS[kind], kind in _WITH_OFFSET)

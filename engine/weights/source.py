@@ -36,7 +36,7 @@ class SourceTensor:
         """dtype: of what is read; a matrix of 16 bits may stay so."""
         if len(shape) != 2 or dtype not in (torch.bfloat16, torch.float16):
             return cls(name, shape, read)
-        form = QuantizedForm(shape[1], 16, has_offset=False, floats=dtype)
+        form = QuantizedForm.of_halves(shape[1], dtype)
         return cls(name, shape, read, form, lambda index: QuantizedWeight.of_halves(read(index)))
 
     def whole(self) -> Tensor:
