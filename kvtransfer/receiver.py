@@ -160,6 +160,8 @@ class Receiver(worker_pb2_grpc.KVLinkServicer):
         """Serve one writer until either end closes the stream."""
         if not is_authorized(context.invocation_metadata() or (), self._token):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong or missing cluster token")
+        # The writer says hello when it has this: a write to a call that ended hides why it did.
+        await context.send_initial_metadata(())
         hello = await self._first_message(request_iterator, context)
         answer = worker_pb2.ReaderHello(
             engine_id=self._engine_id,

@@ -2,6 +2,7 @@
 reader.
 """
 
+import asyncio
 import threading
 import time
 import zlib
@@ -13,6 +14,7 @@ from kvtransfer.config import KVTransferConfig
 from kvtransfer.link import BlockCopy, RequestKey, TransferResult
 from kvtransfer.peers import Backoff, PeerCounters, PeerKey
 from kvtransfer.rank_transfer import RankTransfer
+from kvtransfer.reader_stream import StreamLoop
 from kvtransfer.registration import KVMemory
 from kvtransfer.reshard import Placement, Resharding
 from kvtransfer.transfer import Transfer
@@ -36,11 +38,13 @@ class Sender:
         config: KVTransferConfig,
         token: str,
         transports: LoadedTransports | None = None,
+        loop: asyncio.AbstractEventLoop | None = None,
         replica: int = 0,
         num_replicas: int = 1,
     ):
         """Load the transports of the config, unless given, and register `memory` with them.
 
+        loop: that of a gRPC server of this process; it outlives the sender. None: one of its own.
         replica: of num_replicas writers with the same layout and KV, each of which is told of every
         transfer; for each request and rank of a reader, one of them writes.
 
@@ -56,6 +60,7 @@ class Sender:
             memory=memory,
             transports=self._transports,
             config=config,
+            loop=StreamLoop(loop),
         )
         self._replica, self._num_replicas = replica, num_replicas
         self._lock = threading.Lock()
@@ -166,6 +171,7 @@ class Sender:
             link.close()
         for link in links:
             link.join(JOIN_TIMEOUT_S)
+        self._writer.loop.close(JOIN_TIMEOUT_S)
         self._transports.close()
 
     def stats(self) -> list[worker_pb2.TransferPeerStats]:

@@ -9,31 +9,25 @@ A link serves one incarnation of one reader and is replaced by a new one when it
 
 import enum
 import logging
+import math
 import os
-import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-import grpc
-
 from kvtransfer.config import KVTransferConfig
 from kvtransfer.errors import KVTransferError, TransferError, TransportUnavailable
-from kvtransfer.link import (
-    RequestKey,
-    key_from_proto,
-    key_to_proto,
-    token_metadata,
-)
+from kvtransfer.link import RequestKey, key_from_proto, key_to_proto
 from kvtransfer.peers import Backoff, PeerCounters, PeerKey
 from kvtransfer.push_planner import PushPlanner
 from kvtransfer.rank_transfer import Push, RankTransfer
+from kvtransfer.reader_stream import ReaderStream, StreamLoop
 from kvtransfer.registration import KVMemory
 from kvtransfer.transports.base import Connection
 from kvtransfer.transports.loading import LoadedTransports
-from protos import worker_pb2, worker_pb2_grpc
+from protos import worker_pb2
 
 GOODBYE_TIMEOUT_S = 0.5
 
@@ -50,6 +44,7 @@ class WriterIdentity:
     memory: KVMemory
     transports: LoadedTransports
     config: KVTransferConfig
+    loop: StreamLoop
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +78,10 @@ class WriterLink:
         self._transfers: dict[RequestKey, RankTransfer] = {}
         self._endings: list[_Ending] = []
         self._hello: worker_pb2.ReaderHello | None = None
-        self._outgoing: queue.SimpleQueue[worker_pb2.WriterMessage | None] = queue.SimpleQueue()
+        self._stream: ReaderStream | None = None
         self._connection: Connection | None = None
         self._planner: PushPlanner | None = None
         self._checksum_every = 1
-        self._reader: threading.Thread | None = None
         self._thread = threading.Thread(
             target=self._run, name=f"kv-link-{key.engine_id}", daemon=True
         )
@@ -132,14 +126,11 @@ class WriterLink:
         names = self._writer.transports.names
         try:
             self._wait_until(lambda: False, self._backoff.not_before_s)
-            with grpc.insecure_channel(self.key.address) as channel:
-                while not self._open(channel, names):
-                    pass
-                self._serve()
-                # What was said last, such as an EndWrite, still has to leave.
-                self._outgoing.put(None)
-                if self._reader is not None:
-                    self._reader.join(GOODBYE_TIMEOUT_S)
+            while not self._open(names):
+                pass
+            self._serve()
+            # What was said last, such as an EndWrite, still has to leave.
+            self._close_stream(GOODBYE_TIMEOUT_S)
         except KVTransferError as error:
             self._break(str(error))
         except Exception:
@@ -148,22 +139,14 @@ class WriterLink:
         finally:
             self._shut()
 
-    def _open(self, channel: grpc.Channel, names: list[str]) -> bool:
+    def _open(self, names: list[str]) -> bool:
         """Shake hands and connect.
 
         False: the transport did not work out; it left `names` and another may.
         """
         deadline_s = time.monotonic() + self._config.connect_timeout_s
         self._hello = None
-        outgoing: queue.SimpleQueue[worker_pb2.WriterMessage | None] = queue.SimpleQueue()
-        self._outgoing = outgoing
-        call = worker_pb2_grpc.KVLinkStub(channel).Link(
-            _drain(outgoing), metadata=token_metadata(self._writer.token)
-        )
-        self._reader = threading.Thread(
-            target=self._read, args=(call, outgoing), name="kv-link-read", daemon=True
-        )
-        self._reader.start()
+        self._open_stream()
         try:
             self._say_hello(names)
             self._wait_until(lambda: self._hello is not None, deadline_s)
@@ -181,9 +164,7 @@ class WriterLink:
                 return False
         finally:
             if self._connection is None:
-                self._outgoing = queue.SimpleQueue()
-                outgoing.put(None)
-                call.cancel()
+                self._close_stream()
         logger.info("KV link to %s uses %s", self.key.engine_id, transport.name)
         self._checksum_every = self._config.checksum_every(
             crosses_network=transport.crosses_network
@@ -207,7 +188,7 @@ class WriterLink:
             host_id=writer.transports.host_id,
             pid=os.getpid(),
         )
-        self._outgoing.put(worker_pb2.WriterMessage(hello=hello))
+        self._send(worker_pb2.WriterMessage(hello=hello))
 
     def _check_hello(self) -> worker_pb2.ReaderHello:
         hello = self._hello
@@ -220,20 +201,29 @@ class WriterLink:
         self._planner = PushPlanner(memory, regions, resharding)
         return hello
 
-    def _read(
-        self,
-        call: "grpc._CallIterator[worker_pb2.ReaderMessage]",
-        outgoing: "queue.SimpleQueue[worker_pb2.WriterMessage | None]",
-    ) -> None:
-        """Receive until the stream ends; the body of the second thread of a link."""
-        reason = "the reader closed the link"
-        try:
-            for message in call:
+    def _open_stream(self) -> None:
+        def receive(message: worker_pb2.ReaderMessage) -> None:
+            if self._stream is stream:
                 self._receive(message)
-        except grpc.RpcError:
-            reason = f"link broken: {call.code()} {call.details()}"
-        if self._outgoing is outgoing:
-            self._break(reason)
+
+        def end(reason: str) -> None:
+            if self._stream is stream:
+                self._break(reason)
+
+        writer = self._writer
+        stream = ReaderStream(writer.loop, self.key.address, writer.token, receive, end)
+        self._stream = stream
+        stream.open()
+
+    def _close_stream(self, grace_s: float = 0.0) -> None:
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close(grace_s)
+
+    def _send(self, message: worker_pb2.WriterMessage) -> None:
+        """Lost if there is no stream."""
+        if (stream := self._stream) is not None:
+            stream.send(message)
 
     def _receive(self, message: worker_pb2.ReaderMessage) -> None:
         with self._condition:
@@ -265,7 +255,7 @@ class WriterLink:
     def _begin(self, transfer: RankTransfer) -> None:
         transfer.is_begun = True
         begin = worker_pb2.BeginWrite(key=key_to_proto(transfer.key))
-        self._outgoing.put(worker_pb2.WriterMessage(begin=begin))
+        self._send(worker_pb2.WriterMessage(begin=begin))
 
     def _serve(self) -> None:
         connection = self._connection
@@ -341,7 +331,7 @@ class WriterLink:
             checksums=[checksum for _, checksum in layers],
             checksum_every=every,
         )
-        self._outgoing.put(worker_pb2.WriterMessage(progress=progress))
+        self._send(worker_pb2.WriterMessage(progress=progress))
 
     def _end(self, transfer: RankTransfer, error: str, not_before_s: float = 0.0) -> None:
         """Conclude a transfer and tell the reader, at not_before_s or later if that is set."""
@@ -379,17 +369,20 @@ class WriterLink:
         return worker_pb2.EndWrite(key=key_to_proto(key), error=error, withdrawn=withdrawn)
 
     def _send_end(self, end: worker_pb2.EndWrite) -> None:
-        self._outgoing.put(worker_pb2.WriterMessage(end=end))
+        self._send(worker_pb2.WriterMessage(end=end))
 
     def _wait_for_work(self) -> None:
         with self._condition:
             now = time.monotonic()
-            deadline_s = now + (0.02 if self._endings else 1.0)
+            deadline_s = math.inf
+            if self._endings or self._transfers:
+                deadline_s = now + (0.02 if self._endings else 1.0)
             for transfer in self._transfers.values():
                 deadline_s = min(deadline_s, transfer.deadline_s())
             is_ready = any(transfer.is_ready() for transfer in self._transfers.values())
             if self._phase is _Phase.SERVING and not is_ready:
-                self._condition.wait(max(deadline_s - now, 0.001))
+                is_idle = deadline_s == math.inf  # then `add` and `_break` end the wait
+                self._condition.wait(None if is_idle else max(deadline_s - now, 0.001))
 
     def _wait_until(self, is_met: Callable[[], bool], deadline_s: float) -> None:
         """Wait while no transfer can be served, ending those that are aborted or out of time.
@@ -423,17 +416,10 @@ class WriterLink:
 
     def _shut(self) -> None:
         self._break("link closed")
-        self._outgoing.put(None)
+        self._close_stream()
         with self._condition:
             transfers = list(self._transfers.values())
             self._transfers.clear()
         for transfer in transfers:
             self._stats.num_failures += 1
             transfer.conclude(transfer.find_error() or self._broken_reason)
-
-
-def _drain(
-    outgoing: "queue.SimpleQueue[worker_pb2.WriterMessage | None]",
-) -> Iterator[worker_pb2.WriterMessage]:
-    while (message := outgoing.get()) is not None:
-        yield message

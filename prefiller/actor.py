@@ -39,6 +39,7 @@ def serve_prefill(start: Start) -> Iterator[EngineLoop[TransferResult | StepEnde
             incarnation=start.incarnation,
             config=config.transfer,
             token=config.cluster_token,
+            loop=start.server.loop,
             num_replicas=config.parallel.cp_size,
         )
         stack.callback(sender.close)

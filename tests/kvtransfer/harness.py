@@ -115,6 +115,7 @@ class Writer:
         token: str = TOKEN,
         engine_id: str = "writer",
         transports: Callable[[KVMemory], LoadedTransports] | None = None,
+        loop: asyncio.AbstractEventLoop | None = None,
         replica: int = 0,
         num_replicas: int = 1,
     ):
@@ -130,6 +131,7 @@ class Writer:
             config=config,
             token=token,
             transports=transports(self.memory) if transports else None,
+            loop=loop,
             replica=replica,
             num_replicas=num_replicas,
         )
