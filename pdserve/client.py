@@ -8,11 +8,10 @@ from typing import TypeVar
 import grpc
 
 from pdserve.errors import PdserveError
-from pdserve.wire import token_metadata
+from pdserve.wire import CHANNEL_OPTIONS, token_metadata
 from protos import worker_pb2, worker_pb2_grpc
 
 _TIMEOUT_S = 5.0
-_OPTIONS = (("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1))
 
 _Reply = TypeVar("_Reply")
 
@@ -59,7 +58,7 @@ class ControllerClient:
 
     def worker_stats(self, address: str) -> worker_pb2.WorkerStats | None:
         """A worker's own figures; None if it does not answer."""
-        with grpc.insecure_channel(address, options=_OPTIONS) as channel:
+        with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
             try:
                 return worker_pb2_grpc.WorkerStub(channel).GetStats(
                     worker_pb2.GetStatsRequest(),
@@ -79,5 +78,5 @@ class ControllerClient:
 @contextmanager
 def connect(address: str, token: str) -> Iterator[ControllerClient]:
     """A client of the controller at host:port."""
-    with grpc.insecure_channel(address, options=_OPTIONS) as channel:
+    with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
         yield ControllerClient(worker_pb2_grpc.ControllerStub(channel), token)

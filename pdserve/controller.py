@@ -12,13 +12,16 @@ import logging
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import grpc
+import ray
+from ray.exceptions import RayError
 
 from engine.worker.config import WorkerConfig
 from pdserve.actors import RayWorkers
@@ -26,10 +29,12 @@ from pdserve.controller_config import ROLES, ControllerConfig, Role
 from pdserve.managed_worker import ManagedWorker
 from pdserve.wire import has_token
 from protos import worker_pb2, worker_pb2_grpc
+from proxy.ticks import until_tick_s
 
 _MAX_REPLICAS = 1024
 _RESTART_PAUSE_S = 1.0
-_ADOPT_TIMEOUT_S = 2.0
+_ADOPT_TIMEOUT_S = 1.0
+_REST_S = 10.0
 
 _log = logging.getLogger(__name__)
 
@@ -39,10 +44,17 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 class Controller:
     """The desired numbers, the workers, and the gRPC service over both; one event loop."""
 
-    def __init__(self, config: ControllerConfig, unwatched: threading.Event) -> None:
-        """unwatched: set while nobody watches."""
+    def __init__(
+        self,
+        config: ControllerConfig,
+        unwatched: threading.Event,
+        rest: Callable[[float], Awaitable[None]],
+    ) -> None:
+        """unwatched: set while nobody watches; rest: calls `ControllerActor.rest`."""
         self._config = config
         self._unwatched = unwatched
+        self._rest = rest
+        self._watched = asyncio.Event()
         self._num_watchers = 0
         self._ray = RayWorkers(config.namespace)
         self._desired_path = Path(config.desired_path)
@@ -56,7 +68,7 @@ class Controller:
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Serve until `stopping`, then end every worker."""
-        server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+        server = grpc.aio.server(options=(("grpc.so_reuseport", 0), ("grpc.http2.bdp_probe", 0)))
         worker_pb2_grpc.add_ControllerServicer_to_server(_Service(self), server)
         address = f"{self._config.host}:{self._config.port}"
         if not server.add_insecure_port(address):
@@ -67,9 +79,11 @@ class Controller:
         self._reconcile(self._config.drain_grace_s)
         await server.start()
         _log.info("controller serves at %s", address)
+        resting = asyncio.create_task(self._keep_resting())
         try:
             await stopping.wait()
         finally:
+            resting.cancel()
             await self._end_all()
             await server.stop(grace=0)
 
@@ -91,12 +105,19 @@ class Controller:
         """While somebody watches."""
         self._num_watchers += 1
         self._unwatched.clear()
+        self._watched.set()
         try:
             yield
         finally:
             self._num_watchers -= 1
             if self._num_watchers == 0:
                 self._unwatched.set()
+                self._watched.clear()
+
+    async def _keep_resting(self) -> None:
+        while True:
+            await self._watched.wait()
+            await self._rest(_REST_S)
 
     async def memberships(self) -> AsyncIterator[worker_pb2.Membership]:
         """The current one, then one at each change, and as a heartbeat; for ever."""
@@ -104,7 +125,7 @@ class Controller:
             changed = self._changed
             yield self.membership()
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._config.heartbeat_s):
+                async with asyncio.timeout(until_tick_s(self._config.heartbeat_s)):
                     await changed.wait()
 
     def scale(self, desired: dict[Role, int], grace_s: float) -> None:
@@ -142,9 +163,10 @@ class Controller:
         """Wait a moment for the adopted workers to answer.
 
         NOTE: else the first membership says that nobody is ready, and proxies drop good workers.
+        They rest for as long as the controller that died has asked them to.
         """
         with suppress(TimeoutError):
-            async with asyncio.timeout(_ADOPT_TIMEOUT_S):
+            async with asyncio.timeout(self._config.poll_s + _ADOPT_TIMEOUT_S):
                 while not all(worker.entry.incarnation for worker in self._workers.values()):
                     await self._changed.wait()
 
@@ -258,6 +280,7 @@ class ControllerActor:
         self._loop = self._runner.get_loop()
         self._stopping = asyncio.Event()
         self._unwatched = threading.Event()
+        self._self: Any = ray.get_runtime_context().current_actor
         self._thread = threading.Thread(target=self._main, name="controller", daemon=True)
         self._thread.start()
 
@@ -278,13 +301,24 @@ class ControllerActor:
     def _main(self) -> None:
         try:
             with self._runner as runner:
-                runner.run(Controller(self._config, self._unwatched).run(self._stopping))
+                rest = partial(_call_rest, self._self)
+                controller = Controller(self._config, self._unwatched, rest)
+                runner.run(controller.run(self._stopping))
         except Exception:
             # NOTE: exit, so that Ray starts a clean one; pause, so that it is no hot loop.
             _log.exception("controller failed: exiting")
             logging.shutdown()
             time.sleep(_RESTART_PAUSE_S)
             os._exit(1)
+
+
+async def _call_rest(actor: Any, duration_s: float) -> None:
+    """NOTE: no method of the actor: with an asynchronous one Ray would give it an event loop."""
+    try:
+        await actor.rest.remote(duration_s)
+    except RayError as error:
+        _log.warning("cannot rest: %s", error)
+        await asyncio.sleep(duration_s)
 
 
 async def _cancelled(task: asyncio.Task[None]) -> None:

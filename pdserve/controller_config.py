@@ -48,12 +48,12 @@ class ControllerConfig:
     """The prefill role."""
     decoder: RoleConfig
     """The decode role."""
-    poll_s: float = 2.0
-    """Pause between two questions to a ready worker; a broken connection ends it earlier."""
+    poll_s: float = 3.0
+    """A ready worker is asked so often; a broken connection tells earlier."""
     starting_poll_s: float = 0.1
     """The same while it starts."""
-    heartbeat_s: float = 4.0
-    """Watchers get the membership at least so often."""
+    heartbeat_s: float = 5.0
+    """Watchers get the membership at multiples of this on the host's clock, as workers' stats."""
     silence_s: float = 10.0
     """A ready worker that does not answer for so long gets no new work."""
     kill_after_s: float = 60.0

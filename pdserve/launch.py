@@ -41,8 +41,9 @@ from pdserve.state import ServiceState, StateFolder, Status
 
 _START_TIMEOUT_S = 900.0
 _SUPERVISE_S = 0.2
-_CHECK_S = 5.0
-_NOTE_S = 10.0
+_CHECK_S = 10.0
+_LATE_CHECK_S = 2.0
+_NOTE_S = 60.0
 _CONTROLLER_LOST_S = 60.0
 _CONTROLLER_STOP_S = 5.0
 _PROXY_KILL_AFTER_S = 1.5
@@ -273,10 +274,10 @@ class _Supervisor:
         Raises: ServiceLost: Ray is gone, or nobody has heard of the controller for long.
         """
         heard_s = asked_s = time.monotonic()
-        noted_s, generation = heard_s, -1
+        noted_s, generation, check_s = heard_s, -1, _CHECK_S
         self._note_processes()
         while True:
-            rest_s = asked_s + _CHECK_S - time.monotonic()
+            rest_s = asked_s + check_s - time.monotonic()
             self.alarm.wait(rest_s if started.proxy.is_running else _SUPERVISE_S)
             if self.stopping.is_set():
                 return
@@ -284,10 +285,12 @@ class _Supervisor:
             if not started.ray.has_own_processes:
                 raise ServiceLost("Ray has ended: stopping")
             now_s = time.monotonic()
-            if now_s - asked_s >= _CHECK_S:
+            if now_s - asked_s >= check_s:
                 asked_s = now_s
-                started.controller.rest(_CHECK_S)
-                started.proxy.note_answer(is_responsive(host, started.ports.http_port))
+                answers = is_responsive(host, started.ports.http_port)
+                started.proxy.note_answer(answers)
+                # A silent proxy is asked more often, so that it is not left silent for longer.
+                check_s = _CHECK_S if answers else _LATE_CHECK_S
                 if not started.ray.is_alive():
                     raise ServiceLost("Ray has ended: stopping")
                 try:

@@ -26,6 +26,7 @@ ROLE_TO_PROTO = {
 }
 _READY_STATES = (worker_pb2.WORKER_READY, worker_pb2.WORKER_DRAINING)
 _STATS_TIMEOUT_S = 1.0
+_LATE_S = 1.0
 _NOBODY_LISTENS, _UNKNOWN = -1, -2
 
 _log = logging.getLogger(__name__)
@@ -144,7 +145,7 @@ class ManagedWorker:
         """Its state, or None if it does not answer now; the question then stays open."""
         if self._info_task is None:
             self._info_task = asyncio.ensure_future(actor.info())
-        await asyncio.wait({self._info_task}, timeout=max(self._config.poll_s, 1.0))
+        await asyncio.wait({self._info_task}, timeout=_LATE_S)
         if not self._info_task.done():
             return None
         task, self._info_task = self._info_task, None
@@ -200,17 +201,26 @@ class ManagedWorker:
                 os.kill(self.entry.pid, signal.SIGKILL)
 
     async def _pause(self, actor: RayWorker) -> None:
-        """Wait for the next answer; a ready worker's broken connection ends the wait."""
+        """Wait for the next answer, not much longer than it should take.
+
+        A ready worker's broken connection ends the wait.
+        """
         if self.entry.state not in _READY_STATES:
             await self._close_channel()
             await asyncio.sleep(self._config.starting_poll_s)
             return
+        timeout_s = _LATE_S
         if self._info_task is None:
+            timeout_s += self._config.poll_s
             self._info_task = asyncio.ensure_future(actor.info(self._config.poll_s))
         if self._break is None:
             self._break = asyncio.create_task(_broken(self._open_channel()))
         # NOTE: one watch over many pauses: gRPC keeps one that is cancelled until the channel ends.
-        await asyncio.wait({self._break}, timeout=self._config.poll_s)
+        await asyncio.wait(
+            {self._break, self._info_task},
+            timeout=timeout_s,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
         if self._break.done():
             self._break = None
             await self._check_connection()

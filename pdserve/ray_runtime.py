@@ -35,6 +35,8 @@ _CALM_RAY: dict[str, int | bool] = {
     "gcs_pull_resource_loads_period_milliseconds": 10_000,
     "ray_syncer_message_refresh_interval_ms": 30_000,
     "health_check_period_ms": 10_000,
+    "grpc_keepalive_time_ms": 60_000,
+    "object_manager_rpc_threads_num": 1,
     "core_worker_internal_heartbeat_ms": 5000,
     "report_worker_backlog_interval_ms": 10_000,
     "io_context_monitor_probe_interval_ms": 10_000,
@@ -175,10 +177,6 @@ class ControllerHandle:
             "scheduling_strategy": node,
         }
         self._handle: Any = ray.remote(ControllerActor).options(**options).remote(config.to_json())
-
-    def rest(self, duration_s: float) -> None:
-        """Let its main thread sleep so long; returns at once."""
-        self._handle.rest.remote(duration_s)
 
     def stop(self, timeout_s: float) -> None:
         """End every worker, then the controller; bounded."""

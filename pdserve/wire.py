@@ -6,6 +6,14 @@ import grpc
 
 _KEY = "x-pdserve-token"
 
+CHANNEL_OPTIONS = (
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+    # Else a ping follows each message, to measure the connection; these messages are small.
+    ("grpc.http2.bdp_probe", 0),
+)
+"""Of calls inside the service: no HTTP proxy, no back-off that is shared."""
+
 
 def token_metadata(token: str) -> tuple[tuple[str, str], ...]:
     """What a caller sends."""
@@ -22,5 +30,4 @@ def has_token(metadata: grpc.aio.Metadata | None, token: str) -> bool:
 
 def insecure_channel(address: str) -> grpc.aio.Channel:
     """A connection of its own to a peer inside the service; no HTTP proxy, no shared back-off."""
-    options = (("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1))
-    return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)

@@ -86,6 +86,8 @@ def service(local_ray: str, tmp_path: Path) -> Iterator[Service]:
         backoff_min_s=0.3,
         max_quick_deaths=2,
         drain_settle_s=0.2,
+        poll_s=0.5,
+        silence_s=3.0,
     )
     options = {"name": tmp_path.name, "max_restarts": -1, "num_cpus": 0, "namespace": local_ray}
     actor = ray.remote(ControllerActor).options(**options).remote(config.to_json())
@@ -122,6 +124,19 @@ def test_a_killed_worker_leaves_ready_at_once_and_comes_back_as_a_new_incarnatio
     after = service.wait_ready("decoder-0", "prefiller-0")["prefiller-0"]
     assert after.incarnation > before.incarnation
     assert (after.num_restarts, after.pid != before.pid) == (1, True)
+
+
+def test_a_worker_that_stands_still_gets_no_work_until_it_answers_again(service: Service) -> None:
+    before = service.wait_ready("decoder-0", "prefiller-0")["prefiller-0"]
+    os.kill(before.pid, signal.SIGSTOP)
+    try:
+        entries = service.wait(lambda now: now["prefiller-0"].state != READY)
+    finally:
+        os.kill(before.pid, signal.SIGCONT)
+    assert entries["prefiller-0"].phase == "not answering"
+    assert entries["decoder-0"].state == READY
+    after = service.wait_ready("decoder-0", "prefiller-0")["prefiller-0"]
+    assert (after.incarnation, after.num_restarts) == (before.incarnation, 0)
 
 
 def test_a_watcher_sees_growing_generations_and_a_heartbeat(service: Service) -> None:
