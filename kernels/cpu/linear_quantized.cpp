@@ -1,10 +1,9 @@
 // y = x W^T + b with W in 4, 8 or 16 bits, packed once into panels; see quantized.h.
 //
-// A single tile of rows multiplies each weight in the registers that it was widened in, so a step
-// with few rows costs what memory needs for the quantised bytes. With more rows the weights are
-// widened into the first-level cache, a slice of the panel at a time. Either way an element is the
-// one chain of fused multiply-adds that linear.cpp computes on the widened weights: the same bits,
-// in any batch.
+// With few rows each weight is multiplied in the registers that it was widened in, so a step costs
+// what memory needs for the quantised bytes. With more rows the weights are widened into the
+// first-level cache, a slice of the panel at a time. Either way an element is the one chain of fused
+// multiply-adds that linear.cpp computes on the widened weights: the same bits, in any batch.
 #include "microkernel.h"
 #include "panels.h"
 #include "quantized.h"
@@ -17,81 +16,89 @@ namespace {
 constexpr int64_t kSliceDepth = 128;            // inputs kept at a time: half of 32 KB
 constexpr int64_t kRowBlockBytes = 512 * 1024;  // of x: half a second-level cache
 
-// Where in a panel the next weights are.
-struct PanelReader {
-  const QuantizedShape& shape;
-  const uint8_t* group;
-  int64_t first = 0;  // input that the group starts with
-  int64_t done = 0;   // inputs of the group that were read; a multiple of kWordInputs
+// Rows with which two panels are multiplied at once: one alone has too few sums under way to hide
+// how long an addition takes.
+template <int Bits>
+constexpr int kPairedRows = Bits == 4 ? 1 : 2;
 
-  // About where the next bytes are.
-  const uint8_t* next() const { return group + done * kTileCols * shape.num_bits / 8; }
-};
+// Tiles of rows that each widen the weights for themselves; with more of them, a slice is widened
+// for all. NOTE: AVX2 has multipliers that wait while 16 bits are widened elsewhere.
+#if defined(CPU_CAPABILITY_AVX2)
+template <int Bits>
+constexpr int kMaxFusedTiles = Bits == 16 ? 8 : 2;
+#else
+template <int Bits>
+constexpr int kMaxFusedTiles = 1;
+#endif
 
-// Calls f(input, weights) for up to `limit` further inputs, the first of them being input 0. Returns
-// how many.
-template <int Bits, typename F>
-inline int64_t read_inputs(PanelReader& reader, int64_t limit, const F& f) {
-  const QuantizedShape& shape = reader.shape;
-  int64_t read = 0;
-  while (read < limit && reader.first < shape.in_features) {
-    const int64_t inputs = std::min(shape.group_size, shape.in_features - reader.first);
-    const int64_t count = std::min(inputs - reader.done, limit - read);
-    const GroupBytes bytes(shape, inputs);
-    const int64_t start = reader.done * kTileCols * Bits / 8;
-    for_each_input<Bits>(reader.group + bytes.whole - bytes.values + start, count,
-                         Factors(reader.group, shape, bytes),
-                         [&](int64_t k, const Register* weights) { f(read + k, weights); });
-    read += count;
-    reader.done += count;
-    if (reader.done == inputs) {
-      reader.group += bytes.whole;
-      reader.first += inputs;
-      reader.done = 0;
-    }
-  }
-  return read;
-}
-
-// The product of a panel with one tile of rows, each weight in the registers that it was widened
-// in.
-template <int Bits, int Rows>
-void multiply_while_reading(PanelReader reader, const float* x, int64_t ld_x, float* out,
-                            int64_t ld_out) {
-  Register acc[Rows * kTileVecs];
-  c10::ForcedUnroll<Rows * kTileVecs>{}([&](auto i) { acc[i] = Vec(0.f); });
-  read_inputs<Bits>(reader, reader.shape.in_features, [&](int64_t k, const Register* weights) {
-    c10::ForcedUnroll<Rows * kTileVecs>{}([&](auto i) {
-      constexpr int r = i / kTileVecs, v = i % kTileVecs;
-      acc[i] = at::vec::fmadd(Vec(x[r * ld_x + k]), Vec(weights[v]), Vec(acc[i]));
+// The product of Panels panels, which lie one after the other, with one tile of rows, each weight in
+// the registers that it was widened in.
+template <int Bits, int Panels, int Rows>
+void multiply_while_reading(const QuantizedShape& shape, const uint8_t* panel, const float* x,
+                            int64_t ld_x, float* out, int64_t ld_out) {
+  constexpr int kAccs = Rows * kTileVecs;  // of a panel
+  Register acc[Panels * kAccs];
+  c10::ForcedUnroll<Panels * kAccs>{}([&](auto i) { acc[i] = Vec(0.f); });
+  const int64_t skipped = (Panels - 1) * quantized_panel_bytes(shape);
+  constexpr bool kIsCrowded = Panels * kAccs + 7 > kRegisters;
+  PanelReader<Bits, kIsCrowded> first(shape, panel, skipped), last(shape, panel + skipped, skipped);
+  const auto read = [&](auto& reader, auto panel) {
+    return reader.read_word([&](int64_t k, const Register* weights) __attribute__((always_inline)) {
+      c10::ForcedUnroll<kAccs>{}([&](auto i) {
+        constexpr int r = i / kTileVecs, v = i % kTileVecs, a = panel * kAccs + i;
+        acc[a] = at::vec::fmadd(Vec(x[r * ld_x + k]), Vec(weights[v]), Vec(acc[a]));
+      });
     });
-  });
-  c10::ForcedUnroll<Rows * kTileVecs>{}([&](auto i) {
-    Vec(acc[i]).store(out + i / kTileVecs * ld_out + i % kTileVecs * kLanes);
+  };
+  while (first.has_inputs()) {
+    const int64_t taken = read(first, std::integral_constant<int, 0>());
+    if constexpr (Panels == 2) read(last, std::integral_constant<int, 1>());
+    x += taken;
+  }
+  c10::ForcedUnroll<Panels * kAccs>{}([&](auto i) {
+    constexpr int p = i / kAccs, r = i % kAccs / kTileVecs, v = i % kTileVecs;
+    Vec(acc[i]).store(out + r * ld_out + p * kTileCols + v * kLanes);
   });
 }
 
-using ReadFn = void (*)(PanelReader, const float*, int64_t, float*, int64_t);
+using FusedFn = void (*)(const QuantizedShape&, const uint8_t*, const float*, int64_t, float*,
+                         int64_t);
 
-template <int Bits, int... Rows>
-constexpr std::array<ReadFn, sizeof...(Rows)> readers_of(std::integer_sequence<int, Rows...>) {
-  return {multiply_while_reading<Bits, Rows + 1>...};
+template <int Bits, int Panels, int... Rows>
+constexpr std::array<FusedFn, sizeof...(Rows)> fused_of(std::integer_sequence<int, Rows...>) {
+  return {multiply_while_reading<Bits, Panels, Rows + 1>...};
+}
+
+template <int Bits, int Panels, int MaxRows>
+void multiply_fused(const QuantizedLinearArgs& args, const uint8_t* panel, const float* x,
+                    int64_t rows, float* out, int64_t ld_out) {
+  static constexpr auto tiles =
+      fused_of<Bits, Panels>(std::make_integer_sequence<int, MaxRows>());
+  tiles[rows - 1](args.shape, panel, x, args.ld_x, out, ld_out);
 }
 
 template <int Bits>
 void multiply_rows_of(const QuantizedLinearArgs& args, const uint8_t* panel, const float* x,
                       int64_t rows, float* out, int64_t ld_out) {
-  static constexpr auto readers =
-      readers_of<Bits>(std::make_integer_sequence<int, kTileRows>());
-  PanelReader reader{args.shape, panel};
-  if (rows <= kTileRows) return readers[rows - 1](reader, x, args.ld_x, out, ld_out);
+  if (rows <= kMaxFusedTiles<Bits> * kTileRows) {
+    for (int64_t left = ceil_div<int64_t>(rows, kTileRows); left > 0; --left) {
+      const int64_t taken = ceil_div(rows, left);
+      multiply_fused<Bits, 1, kTileRows>(args, panel, x, taken, out, ld_out);
+      rows -= taken;
+      x += taken * args.ld_x;
+      out += taken * ld_out;
+    }
+    return;
+  }
+  PanelReader<Bits, false> reader(args.shape, panel);
   alignas(64) float slice[kSliceDepth * kTileCols];
   for (int64_t k = 0; k < args.shape.in_features;) {
-    const int64_t depth =
-        read_inputs<Bits>(reader, kSliceDepth, [&](int64_t i, const Register* weights) {
-          for (int v = 0; v < kTileVecs; ++v)
-            Vec(weights[v]).store(slice + i * kTileCols + v * kLanes);
-        });
+    int64_t depth = 0;
+    while (depth < kSliceDepth && reader.has_inputs())
+      depth += reader.read_word([&](int64_t i, const Register* weights) {
+        for (int v = 0; v < kTileVecs; ++v)
+          Vec(weights[v]).store(slice + (depth + i) * kTileCols + v * kLanes);
+      });
     // Meanwhile the next slice is fetched, or the next panel's first: they lie one after the other.
     multiply_rows<kTileVecs>(
         {x + k, args.ld_x, slice, kTileCols, depth, out, ld_out, k > 0,
@@ -101,16 +108,21 @@ void multiply_rows_of(const QuantizedLinearArgs& args, const uint8_t* panel, con
   }
 }
 
-// out: [rows, at least kTileCols]; the bias comes last, as in linear.cpp.
+// Of num_panels panels: one, or two if there are few rows. out: [rows, at least their columns]; the
+// bias comes last, as in linear.cpp.
 template <int Bits>
-void multiply_panel(const QuantizedLinearArgs& args, int64_t panel, int64_t first_row, int64_t rows,
-                    float* out, int64_t ld_out) {
+void multiply_panel(const QuantizedLinearArgs& args, int64_t panel, int64_t num_panels,
+                    int64_t first_row, int64_t rows, float* out, int64_t ld_out) {
   const uint8_t* packed = args.packed + panel * quantized_panel_bytes(args.shape);
-  multiply_rows_of<Bits>(args, packed, args.x + first_row * args.ld_x, rows, out, ld_out);
+  const float* x = args.x + first_row * args.ld_x;
+  if (num_panels == 2)
+    multiply_fused<Bits, 2, kPairedRows<Bits>>(args, packed, x, rows, out, ld_out);
+  else
+    multiply_rows_of<Bits>(args, packed, x, rows, out, ld_out);
   if (!args.bias) return;
   const float* bias = args.bias + panel * kTileCols;
   for (int64_t row = 0; row < rows; ++row)
-    for (int64_t col = 0; col < kTileCols; col += kLanes) {
+    for (int64_t col = 0; col < num_panels * kTileCols; col += kLanes) {
       float* to = out + row * ld_out + col;
       (Vec::loadu(to) + Vec::loadu(bias + col)).store(to);
     }
@@ -125,7 +137,7 @@ void multiply_last_panel(const QuantizedLinearArgs& args, int64_t panel, int64_t
   const int64_t first_col = panel * kTileCols, width = args.shape.out_features;
   for (int64_t row = 0; row < rows; row += kRows) {
     const int64_t count = std::min(kRows, rows - row);
-    multiply_panel<Bits>(args, panel, first_row + row, count, wide, kTileCols);
+    multiply_panel<Bits>(args, panel, 1, first_row + row, count, wide, kTileCols);
     for (int64_t r = 0; r < count; ++r)
       std::memcpy(args.out + (first_row + row + r) * width + first_col, wide + r * kTileCols,
                   (width - first_col) * sizeof(float));
@@ -139,12 +151,17 @@ void multiply_panels_of(const QuantizedLinearArgs& args, int64_t begin, int64_t 
   const int64_t block = std::max<int64_t>(8, kRowBlockBytes / row_bytes / kTileRows) * kTileRows;
   for (int64_t row = 0; row < args.rows; row += block) {
     const int64_t rows = std::min(block, args.rows - row);
-    for (int64_t panel = begin; panel < end; ++panel) {
+    for (int64_t panel = begin; panel < end;) {
       const int64_t first_col = panel * kTileCols;
-      if (first_col + kTileCols <= width)
-        multiply_panel<Bits>(args, panel, row, rows, args.out + row * width + first_col, width);
+      const bool is_pair = rows <= kPairedRows<Bits> && panel + 2 <= end &&
+                           first_col + 2 * kTileCols <= width;
+      const int64_t taken = is_pair ? 2 : 1;
+      if (first_col + taken * kTileCols <= width)
+        multiply_panel<Bits>(args, panel, taken, row, rows, args.out + row * width + first_col,
+                             width);
       else
         multiply_last_panel<Bits>(args, panel, row, rows);
+      panel += taken;
     }
   }
 }

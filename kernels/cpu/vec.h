@@ -35,11 +35,11 @@ using Register = Vec;
 // The register tile of the microkernel: kTileRows x kTileVecs accumulators, and room for a row of B
 // and a broadcast.
 #if defined(CPU_CAPABILITY_AVX512)
-constexpr int kTileRows = 12, kTileVecs = 2;  // of 32 registers
+constexpr int kRegisters = 32, kTileRows = 12, kTileVecs = 2;
 #elif defined(__aarch64__)
-constexpr int kTileRows = 6, kTileVecs = 4;  // of 32 registers of 4 lanes
+constexpr int kRegisters = 32, kTileRows = 6, kTileVecs = 4;  // of 4 lanes
 #else
-constexpr int kTileRows = 6, kTileVecs = 2;  // of 16 registers
+constexpr int kRegisters = 16, kTileRows = 6, kTileVecs = 2;
 #endif
 constexpr int kTileCols = kTileVecs * kLanes;
 
