@@ -12,7 +12,6 @@ from engine.layers.low_rank import (
     AdapterRows,
     LatentAdditions,
     LowRankAdditions,
-    LowRankDelta,
 )
 from engine.layers.mla import KVUpProjection
 from engine.parallel import Span
@@ -68,6 +67,7 @@ class _UpProjection:
 class _Projection:
     """Implements `_Target` for one of those that are computed together."""
 
+    layer: FusedLinear
     additions: LowRankAdditions
     first_column: int
     """Among the outputs of its fused layer."""
@@ -77,7 +77,8 @@ class _Projection:
     def put(self, key: str, weights: LowRank) -> None:
         columns = slice(self.first_column, self.first_column + len(self.outputs))
         a = weights.a[:, self.inputs.index].clone()
-        self.additions.put(key, LowRankDelta(columns, a, weights.b[self.outputs.index].clone()))
+        b = weights.b[self.outputs.index].clone()
+        self.additions.put(key, self.layer.low_rank(columns, a, b))
 
     def drop(self, key: str) -> None:
         self.additions.drop(key)
@@ -95,7 +96,7 @@ class RankAdapters:
         self._projections: dict[str, _Target] = {}
         for prefix, layer in weighted_layers(model):
             if isinstance(layer, KVUpProjection):
-                layer.additions = latent = LatentAdditions(self.rows)
+                latent = layer.additions_of(self.rows)
                 inputs = Span.whole(layer.num_inputs)
                 target = _UpProjection(layer, latent, layer.outputs, inputs)
                 self._projections[f"{prefix}kv_b_proj"] = target
@@ -104,7 +105,7 @@ class RankAdapters:
             layer.additions = additions = LowRankAdditions(self.rows)
             first = 0
             for name, outputs in layer.parts.items():
-                projection = _Projection(additions, first, outputs, layer.inputs)
+                projection = _Projection(layer, additions, first, outputs, layer.inputs)
                 self._projections[prefix + name] = projection
                 first += len(outputs)
 

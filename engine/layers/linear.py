@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.config import Quantization
 from engine.layers.layer import Shard, WeightedLayer
-from engine.layers.low_rank import LowRankAdditions
+from engine.layers.low_rank import LowRankAdditions, LowRankDelta
 from engine.layers.plain import empty_weight
 from engine.layers.quantization import pack_linear
 from engine.parallel import Span
@@ -93,6 +93,10 @@ class FusedLinear(WeightedLayer):
     def held(self) -> Linear | None:
         """The packed weights, if this rank holds them."""
         return self._linear
+
+    def low_rank(self, columns: slice, a: Tensor, b: Tensor) -> LowRankDelta:
+        """a: [rank, in_features]; b: [columns, rank], of some of this rank's outputs."""
+        return LowRankDelta(columns, self._ops.linear(a, None), self._ops.linear(b, None))
 
     def empty(self, quantization: Quantization) -> Linear:
         """Room for weights like these, packed."""

@@ -1,11 +1,16 @@
-"""Low-rank additions to projections, a different one for each row of a batch."""
+"""Low-rank additions to projections, a different one for each row of a batch.
+
+NOTE: all products are the backend's own, so what is added to a row depends on no other row: a
+request with an adapter keeps its tokens however it is batched, cut into chunks or computed anew.
+"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
+
+from kernels.ops import Linear, Ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,10 +19,10 @@ class LowRankDelta:
 
     columns: slice
     """These outputs."""
-    a: Tensor
-    """[rank, in_features]."""
-    b: Tensor
-    """[outputs, rank], scaled."""
+    down: Linear
+    """a: [rank, in_features]."""
+    up: Linear
+    """b: [outputs, rank], scaled."""
 
 
 class AdapterRows:
@@ -68,17 +73,19 @@ class LowRankAdditions:
                 continue
             part = x.index_select(0, rows)
             for delta in deltas:
-                out[rows, delta.columns] += (part @ delta.a.T) @ delta.b.T
+                out[rows, delta.columns] += delta.up(delta.down(part))
 
 
 @dataclass(frozen=True, slots=True)
 class LatentDelta:
     """b a, added to the up-projection of latent attention, b by head."""
 
-    a: Tensor
-    """[rank, R]."""
+    down: Linear
+    """a: [rank, R]."""
+    up: Linear
+    """a, transposed."""
     b_uk: Tensor
-    """[H, rank, Dn]: of what makes keys."""
+    """[H, Dn, rank]: of what makes keys."""
     b_uv: Tensor
     """[H, rank, Dv]: of what makes values."""
 
@@ -86,8 +93,9 @@ class LatentDelta:
 class LatentAdditions:
     """The deltas of one up-projection, by adapter, for attention in absorbed form."""
 
-    def __init__(self, rows: AdapterRows) -> None:
+    def __init__(self, rows: AdapterRows, ops: Ops) -> None:
         self._rows = rows
+        self._ops = ops
         self._deltas: dict[str, LatentDelta] = {}
 
     def put(self, adapter: str, delta: LatentDelta | None) -> None:
@@ -105,15 +113,15 @@ class LatentAdditions:
     def add_to_queries_(self, q_nope: Tensor, q_latent: Tensor) -> None:
         """q_nope: [T, H, Dn]; q_latent: [T, H, R], their products with w_uk."""
         for rows, delta in self._active():
-            # [n, H, rank]
-            low = torch.einsum("nhd,hrd->nhr", q_nope[rows], delta.b_uk)
-            q_latent[rows] += low @ delta.a
+            low = self._ops.head_matmul(q_nope[rows], delta.b_uk)  # [n, H, rank]
+            q_latent[rows] += delta.up(low.flatten(0, 1)).view(len(rows), *q_latent.shape[1:])
 
     def add_to_values_(self, attended: Tensor, out: Tensor) -> None:
         """attended: [T, H, R]; out: [T, H, Dv], their products with w_uv."""
         for rows, delta in self._active():
-            low = attended[rows] @ delta.a.T
-            out[rows] += torch.einsum("nhr,hrv->nhv", low, delta.b_uv)
+            part = attended[rows]  # [n, H, R]
+            low = delta.down(part.flatten(0, 1)).view(*part.shape[:2], -1)
+            out[rows] += self._ops.head_matmul(low, delta.b_uv)
 
     def _active(self) -> Iterator[tuple[Tensor, LatentDelta]]:
         for adapter, rows in self._rows.rows.items():

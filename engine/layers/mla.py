@@ -14,7 +14,7 @@ from engine.config import MLAConfig, ModelConfig, Quantization
 from engine.layers.attention import OnLayer
 from engine.layers.layer import Shard, WeightedLayer
 from engine.layers.linear import FusedLinear
-from engine.layers.low_rank import LatentAdditions, LatentDelta
+from engine.layers.low_rank import AdapterRows, LatentAdditions, LatentDelta
 from engine.layers.norm import RMSNorm
 from engine.layers.plain import empty_weight
 from engine.layers.rows import rows_of
@@ -61,11 +61,20 @@ class KVUpProjection(WeightedLayer):
         """Width of a latent."""
         return self._latent_size
 
+    def additions_of(self, rows: AdapterRows) -> LatentAdditions:
+        """Let adapters add to it, to these rows of a batch."""
+        self.additions = LatentAdditions(rows, self._ops)
+        return self.additions
+
     def low_rank(self, a: Tensor, b: Tensor) -> LatentDelta:
         """a: [rank, R]; b: [rows of this rank's heads, rank]."""
-        by_head = b.view(len(self._heads), -1, b.shape[1]).transpose(1, 2)
-        b_uk, b_uv = by_head[..., : self._nope], by_head[..., self._nope :]
-        return LatentDelta(a, b_uk.contiguous(), b_uv.contiguous())
+        by_head = b.view(len(self._heads), -1, b.shape[1])
+        return LatentDelta(
+            self._ops.linear(a, None),
+            self._ops.linear(a.t().contiguous(), None),
+            self._ops.parameter(by_head[:, : self._nope].contiguous()),
+            self._ops.parameter(by_head[:, self._nope :].transpose(1, 2).contiguous()),
+        )
 
     @property
     def w_uk(self) -> Tensor:

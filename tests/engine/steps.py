@@ -1,12 +1,14 @@
 """Requests on a poisoned cache, step by step: what a model computes, without a scheduler."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from engine.adapters import Adapters
 from engine.batch import BatchBuilder
 from engine.collectives import Group, max_over
 from engine.config import Quantization
@@ -93,8 +95,12 @@ def logits_of_requests(
     requests: Sequence[Request],
     take: Callable[[int, int], int],
     lockstep: Group | None = None,
+    adapters: Adapters | None = None,
 ) -> list[Tensor]:
-    """Logits at every token that is left to compute; the requests hold their blocks."""
+    """Logits at every token that is left to compute; the requests hold their blocks.
+
+    adapters: those of the model that requests have.
+    """
     builder = BatchBuilder(cache.k_caches, cache.v_caches, cache.block_size)
     rows: list[list[Tensor]] = [[] for _ in requests]
     while True:
@@ -106,7 +112,9 @@ def logits_of_requests(
         if not any(max_over(lockstep, [len(chosen)]) if lockstep else [len(chosen)]):
             return [torch.cat(parts) for parts in rows]
         batch = builder.build([e for _, e in chosen]) if chosen else builder.dummy()
-        logits = model.logits(model(batch.input_ids, batch.positions, batch.kv))
+        rows_of = adapters.rows_of([entry for _, entry in chosen]) if adapters else {}
+        with adapters.batch.set(rows_of) if adapters else nullcontext():
+            logits = model.logits(model(batch.input_ids, batch.positions, batch.kv))
         parts = logits.split([entry.num_tokens for _, entry in chosen]) if chosen else ()
         for (i, entry), part in zip(chosen, parts, strict=True):
             rows[i].append(part)

@@ -1,6 +1,6 @@
 """LoRA adapters: each row as with a model whose weights were merged."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,12 @@ from engine.scheduler import SchedulerConfig
 from engine.weights import load_model_config, load_weights
 from kernels.ops import Ops, select_ops
 from tests.engine.adapter_files import merge, write_adapter
-from tests.engine.steps import make_request, random_token_ids
+from tests.engine.steps import (
+    PoisonedCache,
+    logits_of_requests,
+    make_request,
+    random_token_ids,
+)
 from tests.engine.tiny import hf_logits, tiny_hf_llama
 from tests.engine.tiny_families import tiny_deepseek, tiny_family
 
@@ -100,6 +105,33 @@ def test_two_adapters_and_the_base_in_one_batch_equal_their_merged_models(
         for name in deltas
     }
     assert by_adapter[""] != by_adapter["red"] != by_adapter["blue"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_row_has_the_same_bits_in_any_batch(family: str, tmp_path: Path) -> None:
+    make, targets = FAMILIES[family]
+    hf = make()
+    adapters = Adapters(RankAdapters(model := load(hf, tmp_path / "model", select_ops("cpu"))))
+    for name, seed in (("red", 1), ("blue", 2)):
+        write_adapter(tmp_path / name, hf, targets, seed=seed)
+        adapters.load(name, tmp_path / name)
+
+    def requests() -> list[Request]:
+        made = [make_request(random_token_ids(n, seed=n)) for n in (1, 7, 8, 9, 23, 40, 90)]
+        for i, request in enumerate(made):
+            request.adapter = adapters.key(("red", "blue")[i % 2])
+        return made
+
+    def logits_of(group: Sequence[Request], take: int) -> list[torch.Tensor]:
+        cache = PoisonedCache(model, num_blocks=40, block_size=8)
+        for request in group:
+            cache.allocate(request)
+        return logits_of_requests(model, cache, group, lambda i, left: take, adapters=adapters)
+
+    alone = [logits_of([request], 90)[0] for request in requests()]
+    for take in (1, 9, 20, 90):
+        for found, expected in zip(logits_of(requests(), take), alone, strict=True):
+            assert torch.equal(found, expected), take
 
 
 @pytest.fixture
