@@ -29,7 +29,7 @@ app = typer.Typer(
 )
 
 _DEFAULT_FILE = Path("pdserve.yaml")
-_STATE_ROOT = Path.home() / ".pdserve"
+_STATE_ROOT = Path("~/.pdserve")
 _SCALE_TIMEOUT_S = 120.0
 _MAX_SECONDS = 7 * 24 * 3600.0
 
@@ -63,7 +63,7 @@ def up(
 
     settings = _overrides(model, overrides, insecure)
     config = load_config(_file(config_file), settings)
-    folder = StateFolder(state_root.absolute(), config.service)
+    folder = _state_folder(state_root, config.service)
     if detach:
         from pdserve.detach import start_detached
 
@@ -89,7 +89,7 @@ def down(service: Service = "pdserve", state_root: StateRoot = _STATE_ROOT) -> N
     """Stop a service."""
     from pdserve.detach import stop_running
 
-    stop_running(StateFolder(state_root.absolute(), service), _console())
+    stop_running(_state_folder(state_root, service), _console())
 
 
 @app.command()
@@ -351,7 +351,14 @@ def _api_key() -> str | None:
 
 
 def _running(service: str, state_root: Path) -> ServiceState:
-    return StateFolder(state_root.absolute(), service).read_running()
+    return _state_folder(state_root, service).read_running()
+
+
+def _state_folder(root: Path, service: str) -> StateFolder:
+    try:
+        return StateFolder(root.expanduser().absolute(), service)
+    except RuntimeError:  # a user without an entry, as containers have them, and no HOME
+        raise ConfigError([f"{root} is nowhere, for there is no home: use --state-dir"]) from None
 
 
 def _console() -> Console:

@@ -1,9 +1,11 @@
 """The command line without a service: messages and exit codes."""
 
+import pwd
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import yaml
@@ -63,6 +65,20 @@ def test_a_state_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     assert result.returncode == 1
     assert len(result.stderr.splitlines()) == 1
     assert f"'{tmp_path}/file/x" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["up", "status", "down"])
+def test_a_user_without_a_home_is_told_what_to_do(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_entry(uid: int) -> NoReturn:
+        raise KeyError(uid)
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", no_entry)
+    result = CliRunner().invoke(app, [command])
+    assert isinstance(result.exception, ConfigError)
+    assert "there is no home: use --state-dir" in str(result.exception)
 
 
 def test_a_ray_cluster_that_is_not_there_is_said_at_once(tmp_path: Path) -> None:
