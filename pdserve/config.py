@@ -21,6 +21,7 @@ from engine.parallel_config import ParallelConfig
 from engine.worker.config import WorkerConfig
 from kernels.ascend.environment import HCCLConfig
 from kernels.ascend.options import NpuOptions
+from kernels.cpu.cores import usable_cores
 from kvtransfer.config import KVTransferConfig
 from kvtransfer.tiers.config import TierConfig
 from pdserve.errors import ConfigError
@@ -163,7 +164,7 @@ def check(config: ServiceConfig) -> None:
 
 def resolve(config: ServiceConfig, num_cores: int | None = None) -> ServiceConfig:
     """Fill in what was left open: names, threads."""
-    cores = num_cores or len(os.sched_getaffinity(0))
+    cores = num_cores or usable_cores()
     ranks = sum(role.replicas * role.num_ranks for role in (config.prefiller, config.decoder))
     num_threads = max(1, cores // ranks)
     prefiller = replace(config.prefiller, num_threads=config.prefiller.num_threads or num_threads)

@@ -20,6 +20,7 @@ from typing import IO
 
 from rich.console import Console
 
+from kernels.cpu.cores import usable_cores
 from pdserve.alarm import Alarm
 from pdserve.client import ControllerClient, ControllerError, connect
 from pdserve.config import ServiceConfig, proxy_config, resolve, worker_configs
@@ -171,7 +172,7 @@ class _Supervisor:
     def _ray(self) -> AbstractContextManager[RayConnection]:
         if not self._config.is_local:
             return cluster_ray(self._config.ray.address)
-        num_cpus = len(os.sched_getaffinity(0))
+        num_cpus = usable_cores()
         return local_ray(num_cpus, self._config.ray.object_store_bytes, self.folder.path)
 
     def _controller_config(self) -> ControllerConfig:

@@ -1,6 +1,5 @@
 """From a worker's configuration to its engine: weights, KV cache, scheduler, runner, sampler."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +32,7 @@ from engine.worker.rank_part import Leading, RankPart, build_parts
 from engine.worker.ranks import FOLLOWER
 from engine.worker.step import RankSampler, StepRunner
 from engine.worker.tier_ranks import TierRanks, tier_worker
+from kernels.cpu.cores import usable_cores
 from kernels.ops import Ops
 from kvtransfer.registration import KVMemory
 from protos import worker_pb2
@@ -291,5 +291,5 @@ def _join_cores(config: WorkerConfig) -> CoreShares | None:
     if not config.cores_folder:
         return None
     folder = Path(config.cores_folder).expanduser()
-    max_threads = config.max_threads or len(os.sched_getaffinity(0))
+    max_threads = config.max_threads or usable_cores()
     return CoreShares(folder, config.engine_id, config.num_threads, max_threads)

@@ -28,6 +28,8 @@ from pathlib import Path
 
 import torch
 
+from kernels.cpu.cores import usable_cores
+
 SOURCE_DIR = Path(__file__).parent
 COMPILERS = ("c++", "g++", "clang++")
 LIBRARY_NAME = "pdserve_cpu.so"
@@ -216,7 +218,7 @@ def _compile_into(target: Path, toolchain: Toolchain) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=prefix) as work:
         staged = Path(work) / target.name
         staged.mkdir()
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        with ThreadPoolExecutor(usable_cores()) as pool:
             objects = list(
                 pool.map(lambda source: _compile(source, Path(work), toolchain), _sources())
             )
