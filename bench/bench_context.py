@@ -95,7 +95,9 @@ class Prefill:
         for weight in named_weights(self._model).values():
             weight.copy_(0.02 * torch.randn(weight.shape, generator=generator))
         pack_weights(self._model)
-        shapes = kv_layout(config, BLOCK_SIZE, parallel).shapes(-(-args.tokens // BLOCK_SIZE))
+        shapes = kv_layout(config, BLOCK_SIZE, parallel.config).shapes(
+            -(-args.tokens // BLOCK_SIZE)
+        )
         caches = [[torch.zeros(s) for _ in range(args.layers)] for s in shapes]
         self._builder = BatchBuilder(caches[0], caches[1], BLOCK_SIZE)
 

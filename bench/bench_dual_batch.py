@@ -139,7 +139,7 @@ def measure(rank: int, store: str, args: argparse.Namespace, pipe: Connection) -
     steps = {"decode": (args.tokens, 1), "prefill": (2, args.prompt_tokens // 2)}
     for kind, (num_seqs, num_tokens) in steps.items():
         num_blocks = num_seqs * (-(-num_tokens // BLOCK_SIZE) + 1)
-        sizes = kv_layout(shape, BLOCK_SIZE, parallel).shapes(num_blocks)
+        sizes = kv_layout(shape, BLOCK_SIZE, parallel.config).shapes(num_blocks)
         k_caches, v_caches = ([torch.zeros(s) for _ in range(shape.num_layers)] for s in sizes)
         batch = _batch((k_caches, v_caches), num_seqs, num_tokens)
         rows, cut = len(batch.input_ids), cut_of(batch.kv.cu_seqlens_q)

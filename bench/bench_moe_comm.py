@@ -86,7 +86,7 @@ def build(parallel: Parallel, args: argparse.Namespace) -> tuple[DecoderForCausa
             weight.copy_(torch.randn(weight.shape, generator=gates))
     pack_weights(model)
     num_blocks = 2 * args.tokens
-    shapes = kv_layout(config, BLOCK_SIZE, parallel).shapes(num_blocks)
+    shapes = kv_layout(config, BLOCK_SIZE, parallel.config).shapes(num_blocks)
     k_caches, v_caches = ([torch.zeros(s) for _ in range(config.num_layers)] for s in shapes)
     entries = []
     for i in range(args.tokens):

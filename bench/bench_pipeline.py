@@ -53,7 +53,7 @@ def measure(rank: int, path: str, options: dict[str, Any], store: str, pipe: Con
     for weight in named_weights(model).values():
         weight.normal_(0.0, 0.05)
     pack_weights(model)
-    layout = kv_layout(model.config, BLOCK_SIZE, parallel, ops.cache_dtype)
+    layout = kv_layout(model.config, BLOCK_SIZE, parallel.config, ops.cache_dtype)
     memory = KVMemory.allocate(layout, NUM_CHUNKS[-1] * CHUNK // BLOCK_SIZE + ops.num_spare_blocks)
     times = {}
     with torch.inference_mode():

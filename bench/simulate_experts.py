@@ -24,8 +24,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from engine.expert_placement import ExpertPlacement, SlotTable, moves
+from engine.expert_placement import ExpertPlacement, moves
 from engine.expert_planner import near, plan
+from engine.slot_table import SlotTable
 from kernels.gating import Gating
 from kernels.routing import gating_topk
 

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engine.config import Quantization
-from engine.kv_layout import kv_layout, poisoned_caches
+from engine.kv_caches import poisoned_caches
+from engine.kv_layout import kv_layout
 from engine.models import build_model
 from engine.request import Request, SamplingParams
 from engine.runner import Runner

@@ -7,7 +7,8 @@ from engine.ahead import AheadSteps
 from engine.async_scheduling import AsyncScheduling
 from engine.block_manager import BlockManager
 from engine.device_draw import device_draw_of
-from engine.kv_layout import kv_layout, poisoned_caches
+from engine.kv_caches import poisoned_caches
+from engine.kv_layout import kv_layout
 from engine.models import CausalLM
 from engine.request import Request
 from engine.runner import ForwardMemory, MakeForward, Runner

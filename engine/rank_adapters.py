@@ -14,7 +14,7 @@ from engine.layers.low_rank import (
     LowRankAdditions,
 )
 from engine.layers.mla import KVUpProjection
-from engine.parallel import Span
+from engine.split import Span
 
 
 @dataclass(frozen=True, slots=True)

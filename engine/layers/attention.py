@@ -10,7 +10,8 @@ from engine.config import ModelConfig
 from engine.layers.linear import FusedLinear
 from engine.layers.norm import RMSNorm
 from engine.layers.rows import rows_of
-from engine.parallel import Parallel, split_evenly, split_kv_heads
+from engine.parallel import Parallel
+from engine.split import split_evenly, split_kv_heads
 from engine.stages import stage_of
 from kernels.ops import Ops
 

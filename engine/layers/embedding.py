@@ -14,7 +14,8 @@ from engine.layers.layer import Shard, WeightedLayer
 from engine.layers.plain import empty_weight
 from engine.layers.quantization import pack_vocabulary, vocabulary_rounding
 from engine.layers.rows import rows_of
-from engine.parallel import Parallel, Span
+from engine.parallel import Parallel
+from engine.split import Span
 from kernels.ops import Linear, Ops
 from kernels.quantized import PaddedRows, QuantizedRows
 

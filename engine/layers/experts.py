@@ -8,7 +8,7 @@ from engine.config import MoEConfig, Quantization
 from engine.layers.layer import Shard, WeightedLayer
 from engine.layers.plain import empty_weight
 from engine.layers.quantization import pack_grouped_linear
-from engine.parallel import Span
+from engine.split import Span
 from kernels.experts import GatedExperts
 from kernels.ops import GroupedLinear, Ops
 from kernels.packed import PackedWeight

@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from engine.config import Quantization
-from engine.parallel import Span
+from engine.split import Span
 from kernels.quantized import QuantizedRows
 
 

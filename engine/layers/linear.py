@@ -11,7 +11,7 @@ from engine.layers.layer import Shard, WeightedLayer
 from engine.layers.low_rank import LowRankAdditions, LowRankDelta
 from engine.layers.plain import empty_weight
 from engine.layers.quantization import pack_linear
-from engine.parallel import Span
+from engine.split import Span
 from kernels.experts import ExchangeGroup
 from kernels.ops import Linear, Ops, RowProduct
 from kernels.quantized import QuantizedRows, concat_rows

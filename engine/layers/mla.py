@@ -18,7 +18,8 @@ from engine.layers.low_rank import AdapterRows, LatentAdditions, LatentDelta
 from engine.layers.norm import RMSNorm
 from engine.layers.plain import empty_weight
 from engine.layers.rows import rows_of
-from engine.parallel import Parallel, Span, split_evenly
+from engine.parallel import Parallel
+from engine.split import Span, split_evenly
 from engine.stages import stage_of
 from kernels.kv_cache import KVCache
 from kernels.latent import LatentProlog, LatentWeights

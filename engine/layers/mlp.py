@@ -4,7 +4,8 @@ from torch import Tensor, nn
 
 from engine.layers.linear import FusedLinear
 from engine.layers.rows import rows_of
-from engine.parallel import Parallel, split_evenly
+from engine.parallel import Parallel
+from engine.split import split_evenly
 from kernels.ops import Ops
 
 

@@ -22,7 +22,7 @@ from torch.nn import functional
 from engine.collectives import max_over
 from engine.config import MoEConfig, Quantization
 from engine.expert_moves import move_experts
-from engine.expert_placement import ExpertPlacement, SlotTable
+from engine.expert_placement import ExpertPlacement
 from engine.expert_planner import plan
 from engine.layers.dispatch import compute_own, select_dispatch
 from engine.layers.experts import Experts
@@ -30,7 +30,9 @@ from engine.layers.layer import WeightedLayer
 from engine.layers.linear import FusedLinear
 from engine.layers.mlp import GatedMLP
 from engine.layers.rows import rows_of
-from engine.parallel import Parallel, Span, split_evenly
+from engine.parallel import Parallel
+from engine.slot_table import SlotTable
+from engine.split import Span, split_evenly
 from kernels.experts import SharedExpert
 from kernels.ops import Ops
 

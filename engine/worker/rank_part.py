@@ -84,7 +84,7 @@ def build_part(config: WorkerConfig, ops: Ops, parallel: Parallel, report: Repor
         ops.check_int8_cache(is_latent=model_config.mla is not None)
         cache_dtype = "int8"
     layout = replace(
-        kv_layout(model_config, config.block_size, parallel, cache_dtype),
+        kv_layout(model_config, config.block_size, parallel.config, cache_dtype),
         weights=config.quantization,
     )
     # NOTE: every stage has as many blocks as the one with most layers has room for.

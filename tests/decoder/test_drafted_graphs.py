@@ -16,7 +16,8 @@ from transformers import (
 from decoder.native_graph import NativeBackend
 from engine.batch import BatchBuilder
 from engine.colocated import ColocatedEngine
-from engine.kv_layout import kv_layout, poisoned_caches
+from engine.kv_caches import poisoned_caches
+from engine.kv_layout import kv_layout
 from engine.models import CausalLM
 from engine.ngram import NgramDrafter
 from engine.runner import ForwardMemory

@@ -12,7 +12,8 @@ from engine.adapters import Adapters
 from engine.batch import BatchBuilder
 from engine.collectives import Group, max_over
 from engine.config import Quantization
-from engine.kv_layout import kv_layout, poisoned_caches
+from engine.kv_caches import poisoned_caches
+from engine.kv_layout import kv_layout
 from engine.models import CausalLM, build_model
 from engine.parallel import Parallel
 from engine.request import Request, SamplingParams
@@ -60,7 +61,8 @@ class PoisonedCache:
         dtype: str = "float32",
     ) -> None:
         self.block_size = block_size
-        self.layout = kv_layout(model.config, block_size, parallel, dtype)
+        place = None if parallel is None else parallel.config
+        self.layout = kv_layout(model.config, block_size, place, dtype)
         self.k_caches, self.v_caches = poisoned_caches(self.layout, num_blocks)
         generator = torch.Generator().manual_seed(seed)
         self._free = torch.randperm(num_blocks, generator=generator).tolist()

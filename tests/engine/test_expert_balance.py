@@ -17,10 +17,11 @@ from engine.collectives import SingleGroup
 from engine.config import MoEConfig
 from engine.expert_balancer import ExpertBalancer
 from engine.expert_files import read_placements, write_heat, write_placements
-from engine.expert_placement import ExpertPlacement, SlotTable, moves
+from engine.expert_placement import ExpertPlacement, moves
 from engine.expert_planner import imbalance, near, plan
 from engine.parallel import Parallel
 from engine.parallel_config import EplbConfig, ParallelConfig
+from engine.slot_table import SlotTable
 from tests.engine.rank_jobs import balanced_logits
 from tests.engine.ranks import Ranks
 from tests.engine.tiny import tiny_hf

@@ -42,7 +42,7 @@ def send_computed(
 ) -> Tokens:
     """Prefill in chunks, pushing layer by layer; what this rank computed."""
     model = load(folder, select_ops("reference"), parallel)
-    memory = KVMemory.allocate(kv_layout(model.config, SOURCE_SIZE, parallel), NUM_BLOCKS)
+    memory = KVMemory.allocate(kv_layout(model.config, SOURCE_SIZE, parallel.config), NUM_BLOCKS)
     with _sender(memory, transport) as sending:
         transfer = sending.begin(meeting, num_readers)
         _prefill(model, memory, SOURCE_BLOCKS, SOURCE_SIZE, transfer)
@@ -55,7 +55,7 @@ def receive_computed(
 ) -> tuple[Tokens, Tokens]:
     """(what arrived, what this rank computes for the same prompt)."""
     model = load(folder, select_ops("reference"), parallel)
-    layout = kv_layout(model.config, TARGET_SIZE, parallel)
+    layout = kv_layout(model.config, TARGET_SIZE, parallel.config)
     received = _receive(layout, meeting, transport)
     memory = KVMemory.allocate(layout, NUM_BLOCKS)
     _prefill(model, memory, TARGET_BLOCKS, TARGET_SIZE, None)

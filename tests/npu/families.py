@@ -8,7 +8,8 @@ from torch import Tensor
 
 from engine.batch import BatchBuilder
 from engine.checkpoint.config import parse_model_config
-from engine.kv_layout import kv_layout, poisoned_caches
+from engine.kv_caches import poisoned_caches
+from engine.kv_layout import kv_layout
 from engine.layers.layer import named_weights, pack_weights
 from engine.models import CausalLM, build_model
 from engine.request import Request, SamplingParams

@@ -6,7 +6,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.batch import KVBatch
-from engine.kv_layout import kv_layout, poisoned_caches
+from engine.kv_caches import poisoned_caches
+from engine.kv_layout import kv_layout
 from engine.models import CausalLM
 
 META = torch.device("meta")
