@@ -12,7 +12,7 @@ import json
 import multiprocessing
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,23 +20,21 @@ from typing import get_args
 
 import gguf
 import numpy as np
+import numpy.typing as npt
 import torch
 from gguf import GGMLQuantizationType as Type
-from safetensors.torch import save_file
+from gguf_formats import write_gguf
+from safetensors_formats import folder_formats, write_folder
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
+from engine.checkpoint.config import parse_model_config
 from engine.config import Quantization
 from engine.layers.layer import named_weights
 from engine.models import build_model
 from engine.models.decoder import DecoderForCausalLM
 from engine.weights import load_model_config, load_weights
 from kernels.ops import Ops, select_ops
-from tests.gguf_writer import gguf_writer, write_shape
 
-GROUP = 128
-W8A8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
 QUANTIZATIONS: tuple[str, ...] = get_args(Quantization)
 
 
@@ -65,61 +63,15 @@ def model_config(size: int, num_layers: int) -> dict[str, object]:
         "num_hidden_layers": num_layers,
         "num_attention_heads": size // 64,
         "num_key_value_heads": 4,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
         "tie_word_embeddings": True,
     }
 
 
-def words(rows: int, columns: int) -> Tensor:
-    """Eight random values each."""
-    return torch.randint(-(2**31), 2**31 - 1, (rows, columns), dtype=torch.int32)
-
-
-def awq(name: str, out: int, size: int) -> dict[str, Tensor]:
-    """In four bits, outputs side by side."""
-    stem, groups = name.removesuffix(".weight"), size // GROUP
-    return {
-        f"{stem}.qweight": words(size, out // 8),
-        f"{stem}.qzeros": words(groups, out // 8),
-        f"{stem}.scales": torch.rand(groups, out).half(),
-    }
-
-
-def gptq(name: str, out: int, size: int) -> dict[str, Tensor]:
-    """In four bits, inputs side by side."""
-    parts = awq(name, out, size)
-    return parts | {f"{name.removesuffix('.weight')}.qweight": words(size // 8, out)}
-
-
-def w8a8(name: str, out: int, size: int) -> dict[str, Tensor]:
-    """In eight bits, a scale per output."""
-    values = torch.randint(-127, 127, (out, size), dtype=torch.int8)
-    return {name: values, f"{name}_scale": torch.rand(out, 1)}
-
-
-def fp8(name: str, out: int, size: int) -> dict[str, Tensor]:
-    """In blocks."""
-    scale = torch.rand(-(-out // 128), -(-size // 128))
-    return {name: torch.randn(out, size).to(torch.float8_e4m3fn), f"{name}_scale_inv": scale}
-
-
-def plain(dtype: torch.dtype) -> Callable[[str, int, int], dict[str, Tensor]]:
-    """In floats."""
-    return lambda name, out, size: {name: torch.randn(out, size).to(dtype)}
-
-
 SMALL = model_config(256, 1)
-Pack = Callable[[str, int, int], dict[str, Tensor]]
-FOLDERS: dict[str, tuple[Pack, dict[str, object] | None]] = {
-    "float32": (plain(torch.float32), None),
-    "bfloat16": (plain(torch.bfloat16), None),
-    "AWQ": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP}),
-    "GPTQ": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP}),
-    "W8A8": (
-        w8a8,
-        {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": W8A8}}},
-    ),
-    "FP8": (fp8, {"quant_method": "fp8", "weight_block_size": [128, 128]}),
-}
+FOLDERS = folder_formats(group_size=128)
 GGUFS = {"GGUF Q4_0": Type.Q4_0, "GGUF Q8_0": Type.Q8_0, "GGUF Q4_K": Type.Q4_K}
 LOADS: dict[str, tuple[Quantization, ...]] = {
     "float32": ("none", "int8", "int4"),
@@ -134,44 +86,24 @@ LOADS: dict[str, tuple[Quantization, ...]] = {
 }
 
 
-def write_folder(folder: Path, form: str, config: dict[str, object], ops: Ops) -> Path:
-    """A model folder whose projections are in this form, and the rest in bfloat16."""
-    pack, quantization_config = FOLDERS[form]
-    if quantization_config is not None:
-        config = config | {"quantization_config": quantization_config}
-    (folder / "config.json").write_text(json.dumps(config))
-    tensors: dict[str, Tensor] = {}
-    for name, weight in named_weights(build_model(load_model_config(folder), ops)).items():
-        if "_proj." in name or (quantization_config is None and weight.dim() == 2):
-            tensors |= pack(name, weight.shape[0], weight.shape[1])
-        else:
-            tensors[name] = torch.randn(weight.shape).bfloat16()
-    save_file(tensors, folder / "model.safetensors")
-    return folder
-
-
-def write_gguf(folder: Path, form: str, config: dict[str, object], ops: Ops) -> Path:
-    """A GGUF file whose matrices are in this form."""
-    (folder / "config.json").write_text(json.dumps(config))
-    parsed = load_model_config(folder)
-    kind, path = GGUFS[form], folder / "model.gguf"
+def write_model(folder: Path, form: str, config: dict[str, object], ops: Ops) -> Path:
+    """A model of random weights in this form: a folder, or a GGUF file in this one."""
+    parsed = parse_model_config(config, None)
+    shapes = {name: w.shape for name, w in named_weights(build_model(parsed, ops)).items()}
+    if form not in GGUFS:
+        weights = ((name, torch.randn(shape)) for name, shape in shapes.items())
+        write_folder(folder, config, FOLDERS[form], weights)
+        return folder
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, parsed.num_layers)
-    block_size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-    rng = np.random.default_rng(0)
-    with gguf_writer(path) as writer:
-        defaults = {
-            "max_position_embeddings": parsed.max_position_embeddings,
-            "rms_norm_eps": parsed.rms_norm_eps,
-        }
-        write_shape(writer, SimpleNamespace(**(defaults | config)))
-        for name, weight in named_weights(build_model(parsed, ops)).items():
+
+    def tensors() -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
+        for name, shape in shapes.items():
             target = names.get_name(name, try_suffixes=(".weight",))
-            if weight.dim() == 1:
-                writer.add_tensor(target, np.ones(weight.shape, np.float32))
-                continue
-            # Bytes below 64 keep the scales, which are float16, finite.
-            shape = (weight.shape[0], weight.shape[1] // block_size * block_bytes)
-            writer.add_tensor(target, rng.integers(0, 64, shape, np.uint8), raw_dtype=kind)
+            assert target is not None, name
+            yield target, torch.randn(shape).numpy()
+
+    path = folder / "model.gguf"
+    write_gguf(path, SimpleNamespace(**config), GGUFS[form], tensors())
     return path
 
 
@@ -213,12 +145,11 @@ def bench(size: int, num_layers: int, forms: list[str], loads: list[str]) -> Ite
     context = multiprocessing.get_context("fork")
     for form in forms:
         with context.Pool(1) as writers, tempfile.TemporaryDirectory() as folder:
-            write = write_gguf if form in GGUFS else write_folder
             paths = []
             for name, config in (("model", model_config(size, num_layers)), ("small", SMALL)):
                 made = Path(folder) / name
                 made.mkdir()
-                paths.append(writers.apply(write, (made, form, config, ops)))
+                paths.append(writers.apply(write_model, (made, form, config, ops)))
             for quantization in LOADS[form]:
                 if quantization not in loads:
                     continue

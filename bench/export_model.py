@@ -4,14 +4,13 @@ python bench/export_model.py FOLDER
 """
 
 import argparse
-import sys
 from pathlib import Path
 
+from packaged_model import hf_config, hf_weights
+from safetensors_formats import folder_formats, write_folder
 from transformers import AutoTokenizer
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from tests.oracle import hf_smollm2, packaged_model_path
+from pdserve.models import resolve_model
 
 
 def main() -> None:
@@ -19,9 +18,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     folder: Path = parser.parse_args().folder
-    hf_smollm2().save_pretrained(folder)
-    gguf = packaged_model_path()
-    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = resolve_model("smollm2-135m-instruct")
+    form = folder_formats(group_size=64)["float32"]
+    write_folder(folder, hf_config(path) | {"dtype": "float32"}, form, hf_weights(path))
+    AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(folder)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from gguf import quants
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 
+from bench.gguf_formats import gguf_writer, write_shape
 from kernels.ops import Ops
 from tests.engine.tiny import (
     PoisonedCache,
@@ -21,7 +22,6 @@ from tests.engine.tiny import (
     random_token_ids,
     tiny_hf_llama,
 )
-from tests.gguf_writer import gguf_writer, write_shape
 
 ARCHITECTURES: dict[str, tuple[str, gguf.MODEL_ARCH]] = {
     "LlamaForCausalLM": ("llama", gguf.MODEL_ARCH.LLAMA),

@@ -1,7 +1,8 @@
 """Folders of quantised safetensors, packed by each format's own rule."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,89 +10,25 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from bench.safetensors_formats import (
+    COMPRESSED,
+    Pack,
+    Packed,
+    groups_of,
+    pack_awq,
+    pack_fp8,
+    pack_gptq,
+    pack_int8,
+)
 from tests.engine.tiny import tiny_hf_llama
 
-Packed = tuple[dict[str, Tensor], Tensor]
-"""Stored tensors by the end of their names; the weight that they stand for."""
 GROUP = 16
-
-
-def groups_of(num_inputs: int, size: int = GROUP) -> Tensor:
-    return torch.arange(num_inputs) // size
-
-
-def round_to_groups(weight: Tensor, groups: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """-> values [in, out], zeros and scales [groups, out]; scales in float16."""
-    num_groups = int(groups.max()) + 1
-    low = torch.stack([weight[:, groups == g].amin(1) for g in range(num_groups)]).clamp_max(0)
-    high = torch.stack([weight[:, groups == g].amax(1) for g in range(num_groups)]).clamp_min(0)
-    scales = ((high - low) / most).half()
-    zeros = (-low / scales).round().clamp(1, most).int()
-    values = (weight.t() / scales[groups].float() + zeros[groups]).round().clamp(0, most).int()
-    return values, zeros, scales
-
-
-def words(nibbles: list[Tensor], num_bits: int) -> Tensor:
-    """The i-th tensor goes to bits num_bits * i."""
-    total = sum(part.long() << (num_bits * i) for i, part in enumerate(nibbles))
-    assert isinstance(total, Tensor)
-    return torch.where(total >= 2**31, total - 2**32, total).int()
-
-
-def pack_awq(weight: Tensor) -> Packed:
-    groups = groups_of(weight.shape[1])
-    values, zeros, scales = round_to_groups(weight, groups, 15)
-
-    def pack(x: Tensor) -> Tensor:
-        return words([x[:, column::8] for column in (0, 2, 4, 6, 1, 3, 5, 7)], 4)
-
-    plain = (values - zeros[groups]).float() * scales[groups].float()
-    stored = {"qweight": pack(values), "qzeros": pack(zeros), "scales": scales}
-    return stored, plain.t()
-
-
-def gptq(num_bits: int, stored_less: int, order: Callable[[int], Tensor]) -> Any:
-    per_word = 32 // num_bits
-
-    def pack(weight: Tensor) -> Packed:
-        groups = order(weight.shape[1])
-        values, zeros, scales = round_to_groups(weight, groups, 2**num_bits - 1)
-        stored = {
-            "qweight": words([values[i::per_word] for i in range(per_word)], num_bits),
-            "qzeros": words(
-                [zeros[:, i::per_word] - stored_less for i in range(per_word)], num_bits
-            ),
-            "scales": scales,
-            "g_idx": groups.int(),
-        }
-        return stored, ((values - zeros[groups]).float() * scales[groups].float()).t()
-
-    return pack
+FP8_BLOCK = (24, 16)
 
 
 def shuffled(num_inputs: int) -> Tensor:
     order = torch.randperm(num_inputs, generator=torch.Generator().manual_seed(num_inputs))
-    return groups_of(num_inputs)[order]
-
-
-def pack_fp8(weight: Tensor) -> Packed:
-    rows, columns = -(-weight.shape[0] // 24), -(-weight.shape[1] // 16)
-    scale = torch.empty(rows, columns)
-    stored = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
-    plain = torch.empty_like(weight)
-    for r in range(rows):
-        for c in range(columns):
-            block = (slice(24 * r, 24 * r + 24), slice(16 * c, 16 * c + 16))
-            scale[r, c] = weight[block].abs().max() / 448
-            stored[block] = (weight[block] / scale[r, c]).to(torch.float8_e4m3fn)
-            plain[block] = stored[block].float() * scale[r, c]
-    return {"weight": stored, "weight_scale_inv": scale}, plain
-
-
-def pack_int8(weight: Tensor) -> Packed:
-    scale = (weight.abs().amax(1, keepdim=True) / 127).bfloat16()
-    values = (weight / scale.float()).round().clamp(-128, 127)
-    return {"weight": values.to(torch.int8), "weight_scale": scale}, values * scale.float()
+    return groups_of(num_inputs, GROUP)[order]
 
 
 def pack_modelslim(weight: Tensor) -> Packed:
@@ -108,17 +45,29 @@ def pack_modelslim(weight: Tensor) -> Packed:
     return stored, plain
 
 
-W8A8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
-FORMATS: dict[str, tuple[Callable[[Tensor], Packed], dict[str, Any] | None, bool]] = {
+in_order = partial(groups_of, size=GROUP)
+
+
+def gptq(num_bits: int, stored_less: int, groups_of_inputs: Callable[[int], Tensor]) -> Pack:
+    return partial(
+        pack_gptq, num_bits=num_bits, stored_less=stored_less, groups_of_inputs=groups_of_inputs
+    )
+
+
+FORMATS: dict[str, tuple[Pack, Mapping[str, Any] | None, bool]] = {
     # packing, quantization_config, whether the blocks can be kept
-    "awq": (pack_awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP}, True),
+    "awq": (
+        partial(pack_awq, group_size=GROUP),
+        {"quant_method": "awq", "bits": 4, "group_size": GROUP},
+        True,
+    ),
     "gptq": (
-        gptq(4, 1, groups_of),
+        gptq(4, 1, in_order),
         {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False},
         True,
     ),
     "gptq, second version, 8 bits": (
-        gptq(8, 0, groups_of),
+        gptq(8, 0, in_order),
         {
             "quant_method": "gptq",
             "bits": 8,
@@ -137,12 +86,12 @@ FORMATS: dict[str, tuple[Callable[[Tensor], Packed], dict[str, Any] | None, bool
         {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True},
         False,
     ),
-    "fp8": (pack_fp8, {"quant_method": "fp8", "weight_block_size": [24, 16]}, False),
-    "compressed-tensors": (
-        pack_int8,
-        {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": W8A8}}},
-        True,
+    "fp8": (
+        partial(pack_fp8, block=FP8_BLOCK),
+        {"quant_method": "fp8", "weight_block_size": list(FP8_BLOCK)},
+        False,
     ),
+    "compressed-tensors": (pack_int8, COMPRESSED, True),
     "modelslim": (pack_modelslim, None, True),
 }
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 
+from bench.gguf_formats import gguf_writer, write_shape
 from engine.errors import UnsupportedModel, WeightsError
 from engine.weights import load_model_config
 from kernels.ops import Ops, select_ops
@@ -15,7 +16,6 @@ from tests.engine.family_configs import DEEPSEEK_YARN
 from tests.engine.gguf_files import assert_same_logits, write_gguf
 from tests.engine.steps import load
 from tests.engine.tiny_families import tiny_deepseek, tiny_family
-from tests.gguf_writer import gguf_writer, write_shape
 
 _WIDE = {"moe_intermediate_size": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 24}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {

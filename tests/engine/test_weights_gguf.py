@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+from bench.gguf_formats import gguf_writer, round_to
 from engine.config import Quantization
 from engine.errors import UnsupportedModel, WeightsError
 from engine.layers.embedding import LMHead
@@ -31,7 +32,6 @@ from tests.engine.gguf_files import (
     write_tensors,
 )
 from tests.engine.tiny import PoisonedCache, load, logits_by_steps, random_token_ids, tiny_hf_llama
-from tests.gguf_writer import gguf_writer
 from tests.oracle import hf_smollm2, packaged_model_path
 
 
@@ -103,6 +103,32 @@ def test_dequantisation_is_that_of_the_gguf_package(name: str, num_rows: int) ->
     expected = quants.dequantize(data, quantization)
     found = dequantize(data, quantization).reshape(expected.shape)
     np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_steps", "spread"),
+    [
+        # Of normal numbers: from the least to the greatest of 16 or 32; the farthest of 16 from 0.
+        (Type.Q2_K, 3, 3.53),
+        (Type.Q3_K, 4, 2.07),
+        (Type.Q4_K, 15, 4.14),
+        (Type.Q5_K, 31, 4.14),
+        (Type.Q6_K, 32, 2.07),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_rounding_to_k_quants_errs_as_evenly_spaced_steps_do(
+    kind: Type, num_steps: int, spread: float
+) -> None:
+    values = torch.randn(64, 512, generator=torch.Generator().manual_seed(0)).numpy()
+    values[0], values[1, :16] = 0, 0
+    blocks = round_to(values, kind)
+    assert blocks.shape[-1] == 2 * gguf.GGML_QUANT_SIZES[kind][1]
+    error = quants.dequantize(blocks, kind) - values
+    assert not error[0].any()
+    # An even step errs by a twelfth of its square in the mean; scales are rounded too.
+    expected = spread / num_steps / 12**0.5
+    assert float((error[2:] ** 2).mean()) ** 0.5 == pytest.approx(expected, rel=0.1)
 
 
 @given(st.integers(1, 5), st.integers(1, 8), st.integers(1, 3))
