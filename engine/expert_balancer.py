@@ -63,8 +63,8 @@ class ExpertBalancer:
         check_slots(config.num_experts, eplb.num_redundant_experts, self._group.size)
         if problem := eplb.problem(self._group.size):
             raise ValueError(problem)
-        if self._writes_heat and not Path(eplb.heat_file).absolute().parent.is_dir():
-            raise ValueError(f"eplb.heat_file is {eplb.heat_file}: its folder does not exist")
+        if self._writes_heat:
+            eplb.check_heat_file()
         if eplb.mode != "off" and eplb.file:
             self._place(Path(eplb.file))
 

@@ -1,5 +1,7 @@
 """The paged KV cache that a model needs. Needs no torch."""
 
+from dataclasses import replace
+
 from engine.config import ModelConfig
 from engine.parallel_config import ParallelConfig
 from engine.split import Rank, split_kv_heads
@@ -42,3 +44,16 @@ def kv_layout(
         pp_rank=parallel.pp_rank,
         pp_size=parallel.pp_size,
     )
+
+
+def max_block_bytes(
+    config: ModelConfig, block_size: int, parallel: ParallelConfig, dtype: str = "float32"
+) -> int:
+    """What a block takes on a rank of the stage with most layers: as many blocks fit on any.
+
+    Raises: ValueError: see kv_layout.
+    """
+    layout = kv_layout(config, block_size, parallel, dtype)
+    stage = stage_of(config.num_layers, parallel)
+    num_layers = layout.num_layers + stage.max_layers - len(stage.layers)
+    return replace(layout, num_layers=num_layers).block_bytes_all_layers

@@ -15,6 +15,7 @@ the layers: rank = pp_rank * stage_size + rank within the stage.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
@@ -60,6 +61,11 @@ class EplbConfig:
         if ep_size % self.num_nodes:
             return f"eplb.num_nodes is {self.num_nodes}: must divide ep, which is {ep_size}"
         return ""
+
+    def check_heat_file(self) -> None:
+        """Raises: ValueError: there is no folder for it."""
+        if self.heat_file and not Path(self.heat_file).absolute().parent.is_dir():
+            raise ValueError(f"eplb.heat_file is {self.heat_file}: its folder does not exist")
 
     @property
     def is_on(self) -> bool:

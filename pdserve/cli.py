@@ -161,12 +161,15 @@ def config(
     """Check a configuration and print it, defaults included."""
     from pdserve.config import resolve, user_values
     from pdserve.config_file import load_config
-    from pdserve.models import resolve_model
+    from pdserve.model_fit import check_fit
+    from pdserve.models import find_model
 
     loaded = load_config(_file(config_file), _overrides(model, overrides, insecure))
     if resolved:
         loaded = resolve(loaded)
-        print(f"# model files: {resolve_model(loaded.model)}")
+        found = find_model(loaded.model)
+        check_fit(loaded, found)
+        print(f"# model files: {found.path}")
     print(yaml.safe_dump(user_values(loaded), sort_keys=False), end="")
 
 

@@ -28,7 +28,8 @@ from pdserve.controller_config import ControllerConfig, RoleConfig
 from pdserve.display import StartProgress, print_banner, start_progress
 from pdserve.errors import ServiceLost, StartFailed
 from pdserve.leftovers import note_processes
-from pdserve.models import resolve_model
+from pdserve.model_fit import check_fit
+from pdserve.models import find_model
 from pdserve.proxy_process import Ports, ProxyProcess
 from pdserve.ray_runtime import (
     NAMESPACE,
@@ -70,13 +71,15 @@ class Plan:
 def make_plan(config: ServiceConfig, token: str) -> Plan:
     """Find the model and the ports.
 
-    Raises: ModelNotFound. StartFailed: a port is taken; names it.
+    Raises: ModelNotFound, BadModel. ConfigError: the model does not go with the configuration.
+        StartFailed: a port is taken; names it.
     """
     config = resolve(config)
-    model_path = resolve_model(config.model)
+    model = find_model(config.model)
+    check_fit(config, model)
     for name, port in (("http_port", config.http_port), ("grpc_port", config.grpc_port)):
         _check_port_free(config.host, name, port)
-    return Plan(config=config, model_path=model_path, token=token, controller_port=_free_port())
+    return Plan(config=config, model_path=model.path, token=token, controller_port=_free_port())
 
 
 def run_service(plan: Plan, folder: StateFolder, console: Console) -> None:

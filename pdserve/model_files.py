@@ -7,6 +7,7 @@ import json
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,14 @@ from engine.architectures import ARCHITECTURES, GGUF_ARCHITECTURES
 from engine.checkpoint.config import parse_model_config
 from engine.checkpoint.gguf_config import gguf_model_config
 from engine.checkpoint.quantization import DESCRIPTION, read_scheme
+from engine.checkpoint.tensor_types import (
+    TensorType,
+    check_gguf_type,
+    check_safetensors_type,
+    may_keep_gguf,
+    may_keep_safetensors,
+)
+from engine.config import ModelConfig
 from engine.errors import EngineError
 from pdserve.errors import BadModel
 from protos.gguf_header import read_header
@@ -27,7 +36,18 @@ _OPTIONAL = (_GENERATION, "tokenizer_config.json", DESCRIPTION, _INDEX)
 Json = dict[str, Any]
 
 
-def check_folder(folder: Path) -> None:
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """What headers and JSON say of a model that can be served."""
+
+    path: Path
+    """Its folder, or its .gguf file."""
+    config: ModelConfig
+    may_keep: bool
+    """Whether weights may be in a form that `quantization: native` keeps; False is certain."""
+
+
+def check_folder(folder: Path) -> ModelFiles:
     """Check a Hugging Face folder.
 
     Raises: BadModel: names the file, the field and its value, and what would do.
@@ -46,15 +66,21 @@ def check_folder(folder: Path) -> None:
         raise BadModel(f"{folder / 'tokenizer.json'}: model.vocab is missing or empty")
     optional = {name: _read_json(folder / name) for name in _OPTIONAL if (folder / name).exists()}
     with _named(path):
-        parse_model_config(config, optional.get(_GENERATION))
+        model_config = parse_model_config(config, optional.get(_GENERATION))
     description = optional.get(DESCRIPTION)
     with _named(path if description is None else folder / DESCRIPTION):
-        read_scheme(config.get("quantization_config"), description)
+        scheme = read_scheme(config.get("quantization_config"), description)
+    tensors: list[TensorType] = []
     for path in _weight_files(folder, optional.get(_INDEX)):
-        _check_safetensors(path)
+        found = _safetensors_types(path)
+        with _unnamed():
+            for name, dtype, _ in found:
+                check_safetensors_type(name, dtype, str(path), is_quantized=scheme is not None)
+        tensors += found
+    return ModelFiles(folder, model_config, may_keep_safetensors(tensors, scheme))
 
 
-def check_gguf(path: Path) -> None:
+def check_gguf(path: Path) -> ModelFiles:
     """Check a .gguf file.
 
     Raises: BadModel: names the file, the field and its value, and what would do.
@@ -74,7 +100,12 @@ def check_gguf(path: Path) -> None:
     if not header.metadata.get("tokenizer.ggml.tokens"):
         raise BadModel(f"{path}: tokenizer.ggml.tokens is missing or empty")
     with _named(path):
-        gguf_model_config(path, header)
+        model_config = gguf_model_config(path, header)
+    tensors = [(t.name, t.quantization.name, len(t.shape)) for t in header.tensors]
+    with _unnamed():
+        for name, kind, _ in tensors:
+            check_gguf_type(name, kind, str(path))
+    return ModelFiles(path, model_config, may_keep_gguf(tensors))
 
 
 @contextmanager
@@ -86,6 +117,15 @@ def _named(path: Path) -> Iterator[None]:
         raise BadModel(f"{path}: {error}") from None
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise BadModel(f"{path}: a value is not of its kind: {error}") from None
+
+
+@contextmanager
+def _unnamed() -> Iterator[None]:
+    """The same of errors that name the file already."""
+    try:
+        yield
+    except EngineError as error:
+        raise BadModel(str(error)) from None
 
 
 def _weight_files(folder: Path, index: Json | None) -> list[Path]:
@@ -104,8 +144,8 @@ def _weight_files(folder: Path, index: Json | None) -> list[Path]:
     return files
 
 
-def _check_safetensors(path: Path) -> None:
-    """The header must be whole, and the file as long as it says."""
+def _safetensors_types(path: Path) -> list[TensorType]:
+    """Of a file whose header is whole, and that is as long as it says."""
     num_bytes = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(_HEADER_LENGTH.size)
@@ -116,14 +156,17 @@ def _check_safetensors(path: Path) -> None:
             raise BadModel(f"{path} is damaged: it starts with the wrong length of its header")
         try:
             header: Json = json.loads(file.read(header_bytes))
-            ends = [value["data_offsets"][1] for name, value in header.items() if name[:2] != "__"]
+            entries = {name: value for name, value in header.items() if name[:2] != "__"}
+            ends = [value["data_offsets"][1] for value in entries.values()]
             expected = _HEADER_LENGTH.size + header_bytes + max(ends, default=0)
+            types = [(name, str(v["dtype"]), len(v["shape"])) for name, v in entries.items()]
         except (ValueError, KeyError, TypeError, IndexError, AttributeError):
             raise BadModel(f"{path} is damaged: its header cannot be read") from None
     if num_bytes != expected:
         raise BadModel(
             f"{path} is damaged: it has {num_bytes} bytes, and should have {expected} by its header"
         )
+    return types
 
 
 def _read_json(path: Path) -> Json:

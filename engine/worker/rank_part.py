@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.config import ModelConfig
-from engine.kv_layout import kv_layout
+from engine.fit import with_draft_layers
+from engine.kv_layout import kv_layout, max_block_bytes
 from engine.models import build_model
 from engine.models.decoder import DecoderForCausalLM
 from engine.parallel import Parallel
 from engine.parallel_config import ParallelConfig
 from engine.rank_adapters import RankAdapters
 from engine.runner import ForwardMemory
-from engine.stages import stage_of
 from engine.weights import load_model_config, load_weights
 from engine.worker.config import WorkerConfig
 from engine.worker.leading_model import LeadingModel
@@ -76,9 +76,9 @@ def build_part(config: WorkerConfig, ops: Ops, parallel: Parallel, report: Repor
 
     Raises: ValueError: the model or a limit does not fit; says which. OSError: unreadable files.
     """
-    model_config = load_model_config(Path(config.model_path))
-    if config.speculation == "mtp":
-        model_config = _with_mtp(model_config, config.num_draft_tokens)
+    model_config = with_draft_layers(
+        load_model_config(Path(config.model_path)), config.speculation, config.num_draft_tokens
+    )
     cache_dtype = ops.cache_dtype
     if config.kv_cache_dtype == "int8":
         ops.check_int8_cache(is_latent=model_config.mla is not None)
@@ -87,15 +87,11 @@ def build_part(config: WorkerConfig, ops: Ops, parallel: Parallel, report: Repor
         kv_layout(model_config, config.block_size, parallel.config, cache_dtype),
         weights=config.quantization,
     )
-    # NOTE: every stage has as many blocks as the one with most layers has room for.
-    stage = stage_of(model_config.num_layers, parallel.config)
-    num_more = stage.max_layers - len(stage.layers)
-    most = replace(layout, num_layers=layout.num_layers + num_more)
-    num_blocks = config.num_blocks or config.kv_cache_bytes // most.block_bytes_all_layers
+    num_bytes = max_block_bytes(model_config, config.block_size, parallel.config, cache_dtype)
+    num_blocks = config.num_blocks or config.kv_cache_bytes // num_bytes
     if num_blocks < 1:
         raise ValueError(
-            f"kv_cache_bytes is {config.kv_cache_bytes}, one block takes "
-            f"{most.block_bytes_all_layers} bytes"
+            f"kv_cache_bytes is {config.kv_cache_bytes}, one block takes {num_bytes} bytes"
         )
     parallel = replace(parallel, exchange_rows=config.exchange_rows)
     model = _load_model(config, model_config, ops, parallel, report)
@@ -153,13 +149,6 @@ def build_parts(
             part.memory.close()
         raise
     return part, Leading(ranks, LeadingModel(part.model, parallel, ranks, part.adapters), addresses)
-
-
-def _with_mtp(model_config: ModelConfig, num_draft_tokens: int) -> ModelConfig:
-    if not model_config.num_mtp_layers:
-        raise ValueError("speculation is mtp, but the model has no MTP layer: use ngram or none")
-    num_layers = min(model_config.num_mtp_layers, max(num_draft_tokens, 1))
-    return replace(model_config, num_draft_layers=num_layers)
 
 
 def _load_model(

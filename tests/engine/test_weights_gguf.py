@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from bench.gguf_formats import gguf_writer, round_to
+from engine.checkpoint.tensor_types import GGUF_TYPES
 from engine.config import Quantization
 from engine.errors import UnsupportedModel, WeightsError
 from engine.layers.embedding import LMHead
@@ -19,7 +20,7 @@ from engine.layers.layer import named_weights
 from engine.layers.linear import FusedLinear
 from engine.models import build_model
 from engine.weights import load_model_config, load_weights
-from engine.weights.gguf import SUPPORTED, dequantize, halves_from_pairs
+from engine.weights.gguf import dequantize, halves_from_pairs
 from engine.weights.gguf_file import read_gguf
 from kernels.cpu.ops import CpuQuantizedLinear
 from kernels.ops import Ops, select_ops
@@ -92,7 +93,7 @@ def test_scaled_rope_is_read_from_the_metadata_or_the_frequency_table(
     assert_same_logits(path, hf, ops)
 
 
-@pytest.mark.parametrize("name", SUPPORTED)
+@pytest.mark.parametrize("name", GGUF_TYPES)
 @pytest.mark.parametrize("num_rows", [1, 3, 600])
 def test_dequantisation_is_that_of_the_gguf_package(name: str, num_rows: int) -> None:
     quantization = Type[name]

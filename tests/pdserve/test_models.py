@@ -167,8 +167,28 @@ def test_a_gguf_file_of_another_architecture_or_without_tokens_is_refused(tmp_pa
         resolve_model(str(path))
 
 
+def test_tensors_of_a_type_that_is_not_read_are_refused_by_name(
+    folder: Path, tmp_path: Path
+) -> None:
+    path = folder / "model.safetensors"
+    save_file({"w": torch.ones(100, 10, dtype=torch.int8)}, path)
+    with pytest.raises(BadModel, match=f"^w in {path} is I8, supported: BF16, F16, F32$"):
+        resolve_model(str(folder))
+    (folder / "config.json").write_text(
+        json.dumps(CONFIG | {"quantization_config": {"quant_method": "awq"}})
+    )
+    assert resolve_model(str(folder)) == folder
+    path = write_gguf(tmp_path / "x.gguf")
+    whole = path.read_bytes()
+    place = whole.index(b"token_embd.weight") + len("token_embd.weight") + 4 + 2 * 8
+    assert whole[place : place + 4] == bytes(4)  # F32
+    path.write_bytes(whole[:place] + bytes([20, 0, 0, 0]) + whole[place + 4 :])
+    with pytest.raises(BadModel, match=f"^tensor token_embd.weight in {path} is IQ4_NL, supported"):
+        resolve_model(str(path))
+
+
 def test_looking_at_files_needs_no_torch() -> None:
-    code = "import sys, pdserve.model_files; sys.exit('torch' in sys.modules)"
+    code = "import sys, pdserve.model_fit; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
