@@ -53,8 +53,8 @@ class DecoderConfig:
     graph_mode: Literal["auto", "eager", "native", "torchair", "aclgraph"] = "auto"
     """auto replays captured decode steps where the kernels can; eager never does."""
     async_scheduling: AsyncScheduling = "auto"
-    """Prepare the next step while one runs: auto does on NPUs, off never, on wherever tokens of the
-    step before are not needed for it (one rank, no speculation).
+    """Prepare the next step while one runs: auto does on NPUs where it can; off never; on always,
+    with one rank and no speculation, which take the tokens of the step before.
     """
     max_num_waiting: Annotated[int, Ge(1), Le(1 << 20)] = 1024
     """Bound of the queue, of requests that wait for blocks included."""

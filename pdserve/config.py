@@ -352,6 +352,18 @@ def _check_steps(config: ServiceConfig) -> list[str]:
         problems.append(
             f"decoder.graph_mode is {mode}, with ops {config.ops} it is one of {', '.join(allowed)}"
         )
+    if config.decoder.async_scheduling == "on":
+        num_ranks = config.decoder.num_ranks
+        if num_ranks > 1:
+            problems.append(
+                f"decoder.async_scheduling is on: takes a decoder of one rank, tp times dp is "
+                f"{num_ranks}; auto and off go with any"
+            )
+        if config.speculation != "none":
+            problems.append(
+                f"decoder.async_scheduling is on: does not go with speculation "
+                f"{config.speculation}, which drafts from the last step's tokens; use auto or off"
+            )
     return problems
 
 

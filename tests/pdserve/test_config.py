@@ -200,6 +200,24 @@ def test_a_key_that_stands_twice_is_refused_with_its_line(
         load_config(path)
 
 
+@pytest.mark.parametrize(
+    ("other", "problem"),
+    [
+        ("decoder.tp=3", "takes a decoder of one rank, tp times dp is 3"),
+        ("decoder.dp=2", "takes a decoder of one rank, tp times dp is 2"),
+        ("speculation=ngram", "does not go with speculation ngram, which drafts from"),
+    ],
+)
+def test_steps_that_never_run_ahead_are_refused_where_they_are_asked_for(
+    other: str, problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^decoder.async_scheduling is on: {problem}"):
+        load("decoder.async_scheduling=on", other)
+    for value in ("auto", "off"):
+        assert load(f"decoder.async_scheduling={value}", other).decoder.async_scheduling == value
+    assert load("decoder.async_scheduling=on").decoder.async_scheduling == "on"
+
+
 @pytest.mark.parametrize("text", ["- a\n", "a: [", "just text", "? [a]\n: 2\n", "[" * 5000])
 def test_a_file_that_is_no_mapping_is_refused_with_its_name(tmp_path: Path, text: str) -> None:
     path = tmp_path / "x.yaml"
