@@ -1,13 +1,16 @@
 """Where the time of a decode step goes: each kernel of its graph, by name.
 
-Kernels are timed one by one in replays of the graph; "linear 0" to "linear 3" are the products of a
-layer in their order. The projection to the vocabulary is not part of the graph.
+Kernels are timed one by one in replays of the graph; "linear 0" and so on are the products of a
+layer in their order: four of a dense layer, the first of which makes queries, keys and values. The
+projection to the vocabulary is not part of the graph. All layers of the model have to be alike.
 """
 
 import argparse
+import itertools
 import re
 import statistics
 from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 from worker_engine import BenchEngine, duration_s
@@ -16,10 +19,11 @@ from decoder.graph import GraphRunner
 from decoder.native_graph import NativeBackend
 from engine.models import CausalLM
 from engine.runner import ForwardMemory
+from engine.weights import load_model_config
 from kernels.ops import Ops
+from pdserve.models import resolve_model
 
 ROUNDS = 9
-LINEARS_PER_LAYER = 4
 
 
 class Profiled:
@@ -43,6 +47,13 @@ def kernel_name(symbol: str) -> str:
     return found[1] if found else symbol
 
 
+def kernel_names(symbols: Sequence[str], num_layers: int) -> list[str]:
+    """Of the tasks of a step; products by their place in a layer, all of which are alike."""
+    names = [kernel_name(symbol) for symbol in symbols]
+    per_layer, places = names.count("linear") // num_layers, itertools.count()
+    return [f"linear {next(places) % per_layer}" if n == "linear" else n for n in names]
+
+
 @torch.inference_mode()
 def vocabulary_s(model: CausalLM, hidden: torch.Tensor) -> float:
     """How long the projection of these states takes."""
@@ -57,6 +68,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--context", type=int, default=96)
     arguments = parser.parse_args()
+    config = load_model_config(resolve_model(arguments.model))
+    if config.moe is not None and (dense := set(range(config.num_layers)) - config.moe.layers):
+        parser.error(f"layers {sorted(dense)} are dense, the others have experts")
     profiled = Profiled()
     engine = BenchEngine(
         arguments.model, arguments.threads, profiled.make, kv_cache_bytes=1 << 30, max_num_seqs=64
@@ -67,12 +81,9 @@ def main() -> None:
         step_s = engine.decode(batch, arguments.context).step_s
         rounds = [profiled.backend.profile(batch) for _ in range(ROUNDS)]
         times: dict[str, list[float]] = defaultdict(list)
-        num_linears = 0
-        for task in zip(*rounds, strict=True):
-            name = kernel_name(task[0][0])
-            if name == "linear":
-                name = f"linear {num_linears % LINEARS_PER_LAYER}"
-                num_linears += 1
+        tasks = list(zip(*rounds, strict=True))
+        names = kernel_names([task[0][0] for task in tasks], engine.config.num_layers)
+        for name, task in zip(names, tasks, strict=True):
             times[name].append(statistics.median(seconds for _, seconds in task))
         hidden = torch.randn(batch, engine.config.hidden_size)
         times["vocabulary"] = [vocabulary_s(profiled.model, hidden)]
