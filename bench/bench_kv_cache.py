@@ -117,9 +117,10 @@ def _table(
 
 def bench_perplexity(model: str, num_tokens: int) -> dict[str, float]:
     """Of both caches with weights in float; printed as a table."""
-    token_ids = load_tokenizer(resolve_model(model)).encode(TEXT.read_text())[:num_tokens]
+    path = resolve_model(model)
+    token_ids = load_tokenizer(path).encode(TEXT.read_text())[:num_tokens]
     found = {
-        dtype: perplexity(model, "none", "auto", token_ids, cache_dtype=dtype) for dtype in DTYPES
+        dtype: perplexity(path, "none", "auto", token_ids, cache_dtype=dtype) for dtype in DTYPES
     }
     print(f"\nperplexity on {TEXT.name}, {len(token_ids)} tokens")
     print("| float32 KV | int8 KV | difference |\n|---|---|---|")

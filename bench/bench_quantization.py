@@ -2,7 +2,9 @@
 
 One engine of each, in turns in one run; shown are medians and ratios to float. With --llama-cpp
 FOLDER, in which `npm install node-llama-cpp` was run, llama.cpp decodes the same file in turns too.
---perplexity compares them on the text of the licence, a fixed one.
+--perplexity compares them on the text of the licence, a fixed one, and beside them the same weights
+rounded to nearest in every format that checkpoints have: each is written, and loaded as it is held.
+What it is compared with is loaded from a file of the float32 numbers that it stands for.
 """
 
 import argparse
@@ -10,10 +12,17 @@ import json
 import statistics
 import subprocess
 import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from types import SimpleNamespace
+from typing import cast
 
 import torch
+from gguf import GGMLQuantizationType as Type
+from gguf_formats import write_gguf
+from packaged_model import gguf_weights, hf_config, hf_weights
+from safetensors_formats import folder_formats, write_folder
 from text_perplexity import TEXT, perplexity
 from worker_engine import BenchEngine, default_output
 
@@ -23,7 +32,13 @@ from proxy.tokenizer import load_tokenizer
 
 BATCHES = (1, 4, 8, 16, 32)
 CONTEXT = 96
-QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
+QUANTIZATIONS: tuple[Quantization, ...] = ("none", "int8", "int4", "native")
+# Of the packaged model's widths, 576 and 1536, no larger power of two divides both.
+FOLDERS = folder_formats(group_size=64)
+NOT_KEPT = ("FP8",)
+K_QUANTS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+GGUFS = {f"GGUF {kind}": Type[kind] for kind in ("Q4_0", "Q5_0", "Q5_1", "Q8_0", *K_QUANTS)}
+FORMATS = (*QUANTIZATIONS, *(name for name in FOLDERS if name != "float32"), *GGUFS)
 PEER = "llama.cpp, batch 1"
 
 
@@ -71,19 +86,51 @@ def llama_cpp_ms(folder: Path, model: str, threads: int) -> float:
     return float(json.loads(done.stdout.splitlines()[-1])["median_ms"])
 
 
-def bench_perplexity(model: str) -> dict[str, float]:
+@dataclass(frozen=True, slots=True)
+class Rounded:
+    """A checkpoint, what to load it as, and one of the float32 numbers that it stands for."""
+
+    path: Path
+    quantization: Quantization
+    plain: Path
+
+
+def rounded(model: Path, name: str, folder: Path) -> Rounded:
+    """The weights of a .gguf file rounded to a format, in a folder that is empty."""
+    config, path, plain = hf_config(model), folder / "rounded", folder / "plain"
+    if name in GGUFS:
+        shape = SimpleNamespace(**config)
+        kept = write_gguf(path.with_suffix(".gguf"), shape, GGUFS[name], gguf_weights(model))
+        write_gguf(plain.with_suffix(".gguf"), shape, Type.F32, kept.items())
+        return Rounded(path.with_suffix(".gguf"), "native", plain.with_suffix(".gguf"))
+    path.mkdir()
+    plain.mkdir()
+    weights = write_folder(path, config, FOLDERS[name], hf_weights(model))
+    write_folder(plain, config, FOLDERS["float32"], weights.items())
+    return Rounded(path, "none" if name in NOT_KEPT else "native", plain)
+
+
+def bench_perplexity(model: Path, names: Sequence[str]) -> dict[str, float]:
     """Of the kernels, and of plain PyTorch on the dequantised weights; printed as a table."""
-    token_ids = load_tokenizer(resolve_model(model)).encode(TEXT.read_text())
-    results: dict[str, float] = {}
-    print(f"\nperplexity on {TEXT.name}, {len(token_ids)} tokens\n")
-    print("| | kernels | dequantised | difference | to none |\n|---|---|---|---|---|")
-    for quantization in QUANTIZATIONS:
-        ours = perplexity(model, quantization, "auto", token_ids)
-        expected = perplexity(model, quantization, "reference", token_ids)
-        results |= {quantization: ours, f"{quantization}, dequantised": expected}
+    token_ids = load_tokenizer(model).encode(TEXT.read_text())
+    plain = perplexity(model, "none", "auto", token_ids)
+    results = {"none": plain}
+    print(f"\nperplexity on {TEXT.name}, {len(token_ids)} tokens; in float32: {plain:.4f}\n")
+    print("| | held as | kernels | dequantised | difference | to float32 |")
+    print("|---|---|---|---|---|---|")
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            if name in FOLDERS or name in GGUFS:
+                found = rounded(model, name, Path(folder))
+                expected = perplexity(found.plain, "none", "reference", token_ids)
+            else:
+                found = Rounded(model, cast(Quantization, name), model)
+                expected = perplexity(model, found.quantization, "reference", token_ids)
+            ours = perplexity(found.path, found.quantization, "auto", token_ids)
+        results |= {name: ours, f"{name}, dequantised": expected}
         print(
-            f"| {quantization} | {ours:.4f} | {expected:.4f} | {ours / expected - 1:+.5%} "
-            f"| {ours / results['none'] - 1:+.3%} |",
+            f"| {name} | {found.quantization} | {ours:.4f} | {expected:.4f} "
+            f"| {ours / expected - 1:+.5%} | {ours / plain - 1:+.3%} |",
             flush=True,
         )
     return results
@@ -97,13 +144,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--llama-cpp", type=Path)
     parser.add_argument("--perplexity", action="store_true")
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
     parser.add_argument(
         "-o", "--output", type=Path, default=default_output("bench_quantization.json")
     )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     if arguments.perplexity:
-        results = bench_perplexity(arguments.model)
+        results = bench_perplexity(resolve_model(arguments.model), arguments.formats)
     else:
         results = bench_decode(
             arguments.model, arguments.threads, arguments.rounds, arguments.llama_cpp

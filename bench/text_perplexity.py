@@ -13,21 +13,20 @@ from engine.runner import Runner
 from engine.scheduler_output import ScheduledRequest
 from engine.weights import load_model_config, load_weights
 from kernels.ops import select_ops
-from pdserve.models import resolve_model
 
 TEXT = Path(__file__).resolve().parent.parent / "LICENSE"
 BLOCK_SIZE, CHUNK = 32, 512
 
 
 def perplexity(
-    model: str,
+    path: Path,
     quantization: Quantization,
     ops: str,
     token_ids: Sequence[int],
     cache_dtype: str = "float32",
 ) -> float:
     """exp of the mean negative log-likelihood of each token after the first."""
-    path, backend = resolve_model(model), select_ops(ops)
+    backend = select_ops(ops)
     config = load_model_config(path)
     built = build_model(config, backend)
     load_weights(path, built, quantization=quantization)
