@@ -56,6 +56,20 @@ class ControllerClient:
             )
         )
 
+    def stop(self, timeout_s: float) -> None:
+        """End every worker; waits for a controller that has not begun to answer yet.
+
+        Raises: ControllerError: not done in time, or the controller is gone.
+        """
+        self._call(
+            lambda: self.stub.Stop(
+                worker_pb2.StopRequest(),
+                metadata=token_metadata(self.token),
+                timeout=timeout_s,
+                wait_for_ready=True,
+            )
+        )
+
     def worker_stats(self, address: str) -> worker_pb2.WorkerStats | None:
         """A worker's own figures; None if it does not answer."""
         with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:

@@ -35,6 +35,7 @@ _MAX_REPLICAS = 1024
 _RESTART_PAUSE_S = 1.0
 _ADOPT_TIMEOUT_S = 1.0
 _REST_S = 10.0
+_GOODBYE_S = 0.5
 
 _log = logging.getLogger(__name__)
 
@@ -47,11 +48,16 @@ class Controller:
     def __init__(
         self,
         config: ControllerConfig,
+        stopping: asyncio.Event,
         unwatched: threading.Event,
         rest: Callable[[float], Awaitable[None]],
     ) -> None:
-        """unwatched: set while nobody watches; rest: calls `ControllerActor.rest`."""
+        """stopping: set from outside, it ends `run`; unwatched: set while nobody watches; rest:
+        calls `ControllerActor.rest`.
+        """
         self._config = config
+        self._stopping = stopping
+        self._ended = asyncio.Event()
         self._unwatched = unwatched
         self._rest = rest
         self._watched = asyncio.Event()
@@ -66,8 +72,8 @@ class Controller:
         self._generation = time.time_ns() // 1_000_000
         self.desired: dict[Role, int] = {role: config.role(role).replicas for role in ROLES}
 
-    async def run(self, stopping: asyncio.Event) -> None:
-        """Serve until `stopping`, then end every worker."""
+    async def run(self) -> None:
+        """Serve until `stop`, then end every worker."""
         server = grpc.aio.server(options=(("grpc.so_reuseport", 0), ("grpc.http2.bdp_probe", 0)))
         worker_pb2_grpc.add_ControllerServicer_to_server(_Service(self), server)
         address = f"{self._config.host}:{self._config.port}"
@@ -81,11 +87,17 @@ class Controller:
         _log.info("controller serves at %s", address)
         resting = asyncio.create_task(self._keep_resting())
         try:
-            await stopping.wait()
+            await self._stopping.wait()
         finally:
             resting.cancel()
             await self._end_all()
-            await server.stop(grace=0)
+            self._ended.set()
+            await server.stop(_GOODBYE_S)
+
+    async def stop(self) -> None:
+        """End every worker; returns when they have stopped and are being killed."""
+        self._stopping.set()
+        await self._ended.wait()
 
     def status(self) -> worker_pb2.ServiceStatus:
         """Who is there, and how many there should be."""
@@ -265,6 +277,13 @@ class _Service(worker_pb2_grpc.ControllerServicer):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, message)
         return self._controller.status()
 
+    async def Stop(
+        self, request: worker_pb2.StopRequest, context: _Context
+    ) -> worker_pb2.StopReply:
+        await self._authorize(context)
+        await self._controller.stop()
+        return worker_pb2.StopReply()
+
     async def _authorize(self, context: _Context) -> None:
         if not self._controller.is_authorized(context):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong cluster token")
@@ -302,8 +321,8 @@ class ControllerActor:
         try:
             with self._runner as runner:
                 rest = partial(_call_rest, self._self)
-                controller = Controller(self._config, self._unwatched, rest)
-                runner.run(controller.run(self._stopping))
+                controller = Controller(self._config, self._stopping, self._unwatched, rest)
+                runner.run(controller.run())
         except Exception:
             # NOTE: exit, so that Ray starts a clean one; pause, so that it is no hot loop.
             _log.exception("controller failed: exiting")

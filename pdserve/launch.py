@@ -94,7 +94,6 @@ def run_service(plan: Plan, folder: StateFolder, console: Console) -> None:
 @dataclass(frozen=True, slots=True)
 class _Started:
     ray: RayConnection
-    controller: ControllerHandle
     client: ControllerClient
     proxy: ProxyProcess
     ports: Ports
@@ -135,13 +134,16 @@ class _Supervisor:
         ray_connection = stack.enter_context(self._ray())
         # NOTE: again: Ray installs handlers of its own.
         self._handle_signals()
+        client = stack.enter_context(connect(self.plan.controller_address, self.plan.token))
         controller = ControllerHandle(self._controller_config())
-        stack.callback(controller.stop, _CONTROLLER_STOP_S)
+        stack.callback(_end_controller, ray_connection, client, controller)
         # NOTE: the proxy ends before the workers do: running requests have its grace.
         stack.callback(self._end_proxy, proxy)
-        client = stack.enter_context(connect(self.plan.controller_address, self.plan.token))
         ports = self._wait_until_ready(client, proxy, progress)
-        return _Started(ray_connection, controller, client, proxy, ports)
+        ray_connection.leave()
+        # NOTE: and again: a driver that goes sets SIGTERM back to what it is without a handler.
+        self._handle_signals()
+        return _Started(ray_connection, client, proxy, ports)
 
     @property
     def _config(self) -> ServiceConfig:
@@ -310,6 +312,18 @@ class _Supervisor:
                         self._note_processes()
             if now_s - heard_s >= _CONTROLLER_LOST_S:
                 raise ServiceLost(f"no controller for {_CONTROLLER_LOST_S:.0f} s: stopping")
+
+
+def _end_controller(
+    connection: RayConnection, client: ControllerClient, controller: ControllerHandle
+) -> None:
+    if not connection.has_own_processes:
+        return  # it ends with its Ray
+    try:
+        client.stop(_CONTROLLER_STOP_S)
+    except ControllerError as error:
+        _log.warning("the controller did not stop in order: %s", error)
+    controller.kill()
 
 
 def _check_port_free(host: str, name: str, port: int) -> None:

@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private.node import Node
+from ray._private.parameter import RayParams
+from ray._private.services import resolve_ip_for_localhost
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -25,7 +28,7 @@ NAMESPACE = "pdserve"
 _CONNECT_TIMEOUT_S = 2.0
 _MAX_LOG_BYTES = 10 << 20
 _CORE_PROCESSES = ("gcs_server", "raylet")
-_SPARE_SCRIPTS = ("log_monitor.py", "monitor.py", "dashboard.py")
+_SPARE_SCRIPTS = ("dashboard.py",)
 _CALM_RAY: dict[str, int | bool] = {
     "raylet_report_resources_period_milliseconds": 1000,
     "raylet_check_gc_period_milliseconds": 5000,
@@ -68,6 +71,14 @@ class RayConnection:
     own: tuple[ProcessId, ...]
     """Its core processes, if it is a Ray of our own."""
 
+    def leave(self) -> None:
+        """Be no driver any more of a Ray of our own; what runs in it goes on.
+
+        NOTE: a driver has a dozen threads that look up four to ten times a second, for ever.
+        """
+        if self.own:
+            ray.shutdown()
+
     @property
     def has_own_processes(self) -> bool:
         """Whether all of them live."""
@@ -83,6 +94,8 @@ class RayConnection:
         host, _, port = self.gcs_address.rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S).close()
+            if self.own:
+                return True
             nodes = {node["NodeID"]: node["Alive"] for node in ray.nodes()}  # type: ignore[no-untyped-call]
         except ConnectionRefusedError:
             return False
@@ -104,29 +117,54 @@ def local_ray(
     try:
         for name, value in _CALM_AGENT.items():
             os.environ.setdefault(name, value)
-        with _connected(
-            address="local",
-            num_cpus=num_cpus,
-            include_dashboard=False,
-            object_store_memory=object_store_bytes,
-            _node_ip_address="127.0.0.1",
-            _system_config=_CALM_RAY,
-            _temp_dir=str(folder),
-        ) as connection:
+        with (
+            _own_node(num_cpus, object_store_bytes, folder) as node,
+            _connected(node.gcs_address) as connection,
+        ):
             _end_spare_processes()
             note_processes(state_folder)
-            yield connection
+            try:
+                yield connection
+            finally:
+                # NOTE: before their parent ends: not all of them end with it.
+                with suppress(OSError):
+                    note_processes(state_folder)
     finally:
         _keep_logs(folder, state_folder / "logs")
         remove_leftovers(state_folder)
 
 
-def _end_spare_processes() -> None:
-    """End what Ray starts in any case and nobody needs here.
+@contextmanager
+def _own_node(num_cpus: int, object_store_bytes: int, folder: Path) -> Iterator[Node]:
+    """Ray's processes as children of this one, which need not be their driver.
 
-    They copy workers' output to drivers (we write it to files), scale clusters, and serve the
-    dashboard's API. NOTE: `ray.init` has no option to do without them; idle, they took 180 MB and a
-    fifth of the service's wake-ups.
+    NOTE: `ray.init` can start them too, but ends them when the driver goes.
+
+    Raises: StartFailed.
+    """
+    parameters = RayParams(
+        node_ip_address=resolve_ip_for_localhost("127.0.0.1"),
+        num_cpus=num_cpus,
+        object_store_memory=object_store_bytes,
+        include_dashboard=False,
+        include_log_monitor=False,  # type: ignore[arg-type]  # Ray says str, and means bool
+        no_monitor=True,
+        temp_dir=str(folder),
+        _system_config=_CALM_RAY,  # type: ignore[arg-type]  # likewise
+    )
+    with _start_errors():
+        node = Node(parameters, head=True, shutdown_at_exit=False)
+    try:
+        yield node
+    finally:
+        node.kill_all_processes(check_alive=False, allow_graceful=True)
+
+
+def _end_spare_processes() -> None:
+    """End what Ray starts in any case and nobody needs here: what serves the dashboard's API.
+
+    NOTE: with what copies workers' output to drivers (we write it to files) and what scales
+    clusters, which are not even started, it took 180 MB and a fifth of an idle service's wake-ups.
     """
     for process in descendants(os.getpid()):
         if any(Path(part).name in _SPARE_SCRIPTS for part in process.arguments()[:4]):
@@ -143,7 +181,7 @@ def cluster_ray(address: str) -> Iterator[RayConnection]:
     """
     if address != "auto":
         _check_reachable(address)
-    with _connected(address=address) as connection:
+    with _connected(address) as connection:
         yield connection
 
 
@@ -178,9 +216,11 @@ class ControllerHandle:
         }
         self._handle: Any = ray.remote(ControllerActor).options(**options).remote(config.to_json())
 
-    def stop(self, timeout_s: float) -> None:
-        """End every worker, then the controller; bounded."""
-        _stop(self._handle, timeout_s)
+    def kill(self) -> None:
+        """End its process for good; without a driver, its Ray has to end."""
+        if ray.is_initialized():
+            with suppress(RayError):
+                ray.kill(self._handle, no_restart=True)
 
     @staticmethod
     def _end_leftover(name: str) -> None:
@@ -202,16 +242,14 @@ def _stop(handle: Any, timeout_s: float) -> None:
 
 
 @contextmanager
-def _connected(**options: Any) -> Iterator[RayConnection]:
-    try:
+def _connected(address: str) -> Iterator[RayConnection]:
+    with _start_errors():
         ray.init(
+            address=address,
             namespace=NAMESPACE,
             log_to_driver=False,
             logging_level=logging.ERROR,
-            **options,
         )
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-        raise StartFailed(f"Ray could not start: {error}") from error
     context = ray.get_runtime_context()
     own = tuple(p for p in descendants(os.getpid()) if p.name() in _CORE_PROCESSES)
     connection = RayConnection(context.gcs_address, context.get_node_id(), own)
@@ -223,6 +261,14 @@ def _connected(**options: Any) -> Iterator[RayConnection]:
         else:
             # NOTE: Ray ends a process at once that tells a dead raylet good-bye.
             atexit.unregister(ray.shutdown)
+
+
+@contextmanager
+def _start_errors() -> Iterator[None]:
+    try:
+        yield
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        raise StartFailed(f"Ray could not start: {error}") from error
 
 
 def _keep_logs(folder: Path, log_folder: Path) -> None:

@@ -246,6 +246,11 @@ class ControllerStub:
                 request_serializer=protos_dot_worker__pb2.ScaleRequest.SerializeToString,
                 response_deserializer=protos_dot_worker__pb2.ServiceStatus.FromString,
                 _registered_method=True)
+        self.Stop = channel.unary_unary(
+                '/pdserve.v1.Controller/Stop',
+                request_serializer=protos_dot_worker__pb2.StopRequest.SerializeToString,
+                response_deserializer=protos_dot_worker__pb2.StopReply.FromString,
+                _registered_method=True)
 
 
 class ControllerServicer:
@@ -271,6 +276,13 @@ class ControllerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Stop(self, request, context):
+        """End every worker. The answer comes when they have stopped and are being killed; it is the last one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControllerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -288,6 +300,11 @@ def add_ControllerServicer_to_server(servicer, server):
                     servicer.Scale,
                     request_deserializer=protos_dot_worker__pb2.ScaleRequest.FromString,
                     response_serializer=protos_dot_worker__pb2.ServiceStatus.SerializeToString,
+            ),
+            'Stop': grpc.unary_unary_rpc_method_handler(
+                    servicer.Stop,
+                    request_deserializer=protos_dot_worker__pb2.StopRequest.FromString,
+                    response_serializer=protos_dot_worker__pb2.StopReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -372,6 +389,33 @@ class Controller:
             '/pdserve.v1.Controller/Scale',
             protos_dot_worker__pb2.ScaleRequest.SerializeToString,
             protos_dot_worker__pb2.ServiceStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Stop(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.Controller/Stop',
+            protos_dot_worker__pb2.StopRequest.SerializeToString,
+            protos_dot_worker__pb2.StopReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -128,6 +128,8 @@ class ControllerStub:
     """The current membership at once, then a new one at each change; repeated every few seconds as a heartbeat."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetStatusRequest, _worker_pb2.ServiceStatus]
     Scale: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ScaleRequest, _worker_pb2.ServiceStatus]
+    Stop: _grpc.UnaryUnaryMultiCallable[_worker_pb2.StopRequest, _worker_pb2.StopReply]
+    """End every worker. The answer comes when they have stopped and are being killed; it is the last one."""
 
 @_typing.type_check_only
 class ControllerAsyncStub(ControllerStub):
@@ -138,6 +140,8 @@ class ControllerAsyncStub(ControllerStub):
     """The current membership at once, then a new one at each change; repeated every few seconds as a heartbeat."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetStatusRequest, _worker_pb2.ServiceStatus]  # type: ignore[assignment]
     Scale: _aio.UnaryUnaryMultiCallable[_worker_pb2.ScaleRequest, _worker_pb2.ServiceStatus]  # type: ignore[assignment]
+    Stop: _aio.UnaryUnaryMultiCallable[_worker_pb2.StopRequest, _worker_pb2.StopReply]  # type: ignore[assignment]
+    """End every worker. The answer comes when they have stopped and are being killed; it is the last one."""
 
 class ControllerServicer(metaclass=_abc_1.ABCMeta):
     """Served by the controller."""
@@ -163,5 +167,13 @@ class ControllerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.ScaleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.ServiceStatus, _abc.Awaitable[_worker_pb2.ServiceStatus]]: ...
+
+    @_abc_1.abstractmethod
+    def Stop(
+        self,
+        request: _worker_pb2.StopRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.StopReply, _abc.Awaitable[_worker_pb2.StopReply]]:
+        """End every worker. The answer comes when they have stopped and are being killed; it is the last one."""
 
 def add_ControllerServicer_to_server(servicer: ControllerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

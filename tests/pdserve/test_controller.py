@@ -17,6 +17,7 @@ import ray
 from engine.worker.config import WorkerConfig
 from pdserve.controller import ControllerActor
 from pdserve.controller_config import ControllerConfig, RoleConfig
+from pdserve.processes import is_alive
 from pdserve.wire import token_metadata
 from protos import worker_pb2, worker_pb2_grpc
 
@@ -166,6 +167,23 @@ def test_scaling_up_adds_workers_and_down_removes_the_last_ones(service: Service
         service.scale(decoders=2)
     assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
     assert service.status().desired_decoders == 1
+
+
+def test_stop_answers_when_every_worker_has_stopped(service: Service) -> None:
+    entries = service.wait_ready("decoder-0", "prefiller-0")
+    with pytest.raises(grpc.RpcError) as caught:
+        service.stub.Stop(worker_pb2.StopRequest(), timeout=5)
+    assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
+    service.wait_ready("decoder-0", "prefiller-0")
+    service.stub.Stop(worker_pb2.StopRequest(), metadata=token_metadata(TOKEN), timeout=15)
+    assert {path.name for path in service.switches.glob("*.stopped")} == {
+        "decoder-0.stopped",
+        "prefiller-0.stopped",
+    }
+    deadline_s = time.monotonic() + 10
+    while any(is_alive(entry.pid) for entry in entries.values()):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
 
 
 def test_a_worker_that_has_to_go_drains_until_its_last_request_is_over(service: Service) -> None:

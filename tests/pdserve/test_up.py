@@ -113,6 +113,31 @@ def test_the_proxy_is_started_anew_on_the_same_ports(service: Cli) -> None:
     assert service.status()["http_url"] == status["http_url"]
 
 
+def test_the_supervisor_is_no_driver_and_the_controller_is_restarted_without_one(
+    service: Cli,
+) -> None:
+    supervisor = int(str(service.status()["pid"]))
+    below = descendants(supervisor)
+    (controller,) = (p for p in below if "ray::ControllerActor" in " ".join(p.arguments()))
+    assert "worker.io" in threads_of(controller.pid), "what Ray calls a thread of each such process"
+    assert "worker.io" not in threads_of(supervisor)
+    workers = service.status()["workers"]
+    controller.kill()
+
+    wait_for(lambda: are_gone([controller]), 5)
+    wait_for(lambda: service.run("status").returncode == 0, 30)
+    assert identities(service.status()["workers"]) == identities(workers)
+
+
+def threads_of(pid: int) -> list[str]:
+    return [path.read_text().strip() for path in Path(f"/proc/{pid}/task").glob("*/comm")]
+
+
+def identities(workers: object) -> list[tuple[str, int]]:
+    assert isinstance(workers, list)
+    return [(worker["engine_id"], worker["pid"]) for worker in workers]
+
+
 def test_scaling_adds_and_removes_workers_while_serving(service: Cli) -> None:
     assert service.run("scale", "prefiller=2", "decoder=2").stdout == "prefillers 2, decoders 2\n"
     workers = service.status()["workers"]
