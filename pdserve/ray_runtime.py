@@ -5,8 +5,9 @@ import logging
 import os
 import shutil
 import socket
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from pdserve.processes import ProcessId, descendants
 
 NAMESPACE = "pdserve"
 _CONNECT_TIMEOUT_S = 2.0
+_NOTE_S = 0.5
 _MAX_LOG_BYTES = 10 << 20
 _CORE_PROCESSES = ("gcs_server", "raylet")
 _SPARE_SCRIPTS = ("dashboard.py",)
@@ -111,16 +113,18 @@ def local_ray(
     """A Ray of our own on this machine; it and its files are gone afterwards.
 
     What its workers said is kept in `logs` below the state folder.
+
+    Raises: StartFailed: it does not start.
     """
     remove_leftovers(state_folder)
     folder = make_ray_folder(state_folder)
     try:
         for name, value in _CALM_AGENT.items():
             os.environ.setdefault(name, value)
-        with (
-            _own_node(num_cpus, object_store_bytes, folder) as node,
-            _connected(node.gcs_address) as connection,
-        ):
+        with ExitStack() as stack:
+            with _noted(state_folder):
+                node = stack.enter_context(_own_node(num_cpus, object_store_bytes, folder))
+                connection = stack.enter_context(_connected(node.gcs_address))
             _end_spare_processes()
             note_processes(state_folder)
             try:
@@ -132,6 +136,31 @@ def local_ray(
     finally:
         _keep_logs(folder, state_folder / "logs")
         remove_leftovers(state_folder)
+
+
+@contextmanager
+def _noted(state_folder: Path) -> Iterator[None]:
+    """Note what runs below us, over and over, and at the end.
+
+    NOTE: a Ray that does not come up is left as it is; and agents of a raylet that died meanwhile
+    live on, below nobody we know.
+    """
+    is_over = threading.Event()
+
+    def note() -> None:
+        while not is_over.wait(_NOTE_S):
+            with suppress(OSError):
+                note_processes(state_folder)
+
+    thread = threading.Thread(target=note, name="notes", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+        with suppress(OSError):
+            note_processes(state_folder)
 
 
 @contextmanager
@@ -267,7 +296,7 @@ def _connected(address: str) -> Iterator[RayConnection]:
 def _start_errors() -> Iterator[None]:
     try:
         yield
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+    except Exception as error:  # NOTE: Ray raises no narrower one when its processes do not start
         raise StartFailed(f"Ray could not start: {error}") from error
 
 
