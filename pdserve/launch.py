@@ -8,6 +8,7 @@ The proxy and Ray start side by side: the proxy loads its tokenizer while Ray co
 
 import logging
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -49,6 +50,8 @@ _NOTE_S = 60.0
 _CONTROLLER_LOST_S = 60.0
 _CONTROLLER_STOP_S = 5.0
 _PROXY_KILL_AFTER_S = 1.5
+_LEAST_OPEN_FILES = 256
+_MOST_OPEN_FILES = 65536
 
 _log = logging.getLogger(__name__)
 
@@ -87,8 +90,27 @@ def run_service(plan: Plan, folder: StateFolder, console: Console) -> None:
 
     Raises: ServiceExists, StartFailed, Interrupted, ServiceLost.
     """
+    raise_open_files()
     with folder.locked():
         _Supervisor(plan, folder, console).run()
+
+
+def raise_open_files() -> None:
+    """Let this process, and all that it starts, have the files open that the system allows.
+
+    NOTE: workers and Ray's processes with too few start, and die when requests come.
+
+    Raises: StartFailed: too few are allowed.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else hard
+    if most < _LEAST_OPEN_FILES:
+        raise StartFailed(
+            f"a process may have {most} files open (ulimit -Hn), a service needs "
+            f"{_LEAST_OPEN_FILES}, and one more for each stream"
+        )
+    if soft != resource.RLIM_INFINITY and soft < (wanted := min(most, _MOST_OPEN_FILES)):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,6 +81,33 @@ def test_a_user_without_a_home_is_told_what_to_do(
     assert "there is no home: use --state-dir" in str(result.exception)
 
 
+def with_open_files(soft: int, hard: int, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Python with `arguments`, under these limits."""
+    return subprocess.run(
+        ["prlimit", f"--nofile={soft}:{hard}", sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_too_few_open_files_are_said_before_anything_starts(tmp_path: Path) -> None:
+    ports = ("--set", "http_port=0", "--set", "grpc_port=0", "--state-dir", str(tmp_path))
+    result = with_open_files(100, 100, "-m", "pdserve", "up", *ports)
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: a process may have 100 files open (ulimit -Hn)")
+
+
+@pytest.mark.parametrize(("soft", "hard", "expected"), [(200, 300, 300), (300, 300, 300)])
+def test_a_service_may_open_what_the_system_allows(soft: int, hard: int, expected: int) -> None:
+    code = (
+        "import resource; from pdserve.launch import raise_open_files; raise_open_files();"
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+    )
+    assert with_open_files(soft, hard, "-c", code).stdout.strip() == str(expected)
+
+
 def test_a_ray_cluster_that_is_not_there_is_said_at_once(tmp_path: Path) -> None:
     ports = ("--set", "http_port=0", "--set", "grpc_port=0")
     address = f"127.0.0.1:{free_port()}"
