@@ -29,7 +29,7 @@ def kind_of(process: psutil.Process, supervisor: int) -> str:
     """A name for the table; Ray's parts start with 'ray'."""
     command = " ".join(process.cmdline())
     if process.pid == supervisor:
-        return "supervisor (with Ray's driver)"
+        return "supervisor"
     if "-m proxy" in command:
         return "proxy"
     if "ray::ControllerActor" in command:
