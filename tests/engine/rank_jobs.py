@@ -56,9 +56,10 @@ def greedy(
     parallel: Parallel, folder: Path, dp_rank: int | None = None
 ) -> tuple[list[Tensor], list[list[int]]]:
     """Of the prompts of this data-parallel rank, or of that one, in chunks, and then of a few
-    tokens each: the logits at every token, and the tokens. Ranks without work run dummy rows.
+    tokens each: the logits at every token, and the tokens, of the kernels that serve here. Ranks
+    without work run dummy rows.
     """
-    model = _in_halves(load(folder, select_ops("reference"), parallel), parallel)
+    model = _in_halves(load(folder, select_ops("auto"), parallel), parallel)
     parallel.step.gathers = parallel.config.moe_exchange == "gather"
     mine = parallel.config.dp_rank if dp_rank is None else dp_rank
     logits: list[Tensor] = []
