@@ -40,7 +40,6 @@ from kernels.graph import CaptureError
 from kernels.kv_cache import floats_of
 from kernels.npu import NpuOps
 
-_CACHE = Path.home() / ".cache" / "pdserve" / "torchair"
 _MAX_TORCHAIR_GRAPHS = 12
 _MAX_ACL_GRAPHS = 32
 
@@ -155,17 +154,19 @@ class TorchairBackend:
         model: CausalLM,
         *,
         parallel: Parallel | None = None,
-        cache_folder: Path = _CACHE,
+        cache_folder: Path | None = None,
         cache_key: str = "",
         settings: TorchairSettings | None = None,
     ) -> None:
         """parallel: the model's. cache_key: what graphs depend on besides the model's config,
         versions, the rank, and what HCCL calls the groups of operators that communicate.
+        cache_folder: None is one in the user's home.
         """
         self._step = DecodeStep(model)
         self._settings = settings or settings_of(self._step)
         self._parallel = parallel or Parallel()
-        self.folder = cache_folder / _digest(model, cache_key, self._parallel)
+        folder = cache_folder or Path.home() / ".cache" / "pdserve" / "torchair"
+        self.folder = folder / _digest(model, cache_key, self._parallel)
         """Where compiled graphs are kept."""
         self.num_compiles = 0
 

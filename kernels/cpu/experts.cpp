@@ -14,7 +14,8 @@ namespace {
 
 constexpr int64_t kMinRows = 8;  // of a thread's share
 
-// The `count` largest of `values`, the largest first, the first of equals first. NaN comes last.
+// The `count` largest of `values`, the largest first, the first of equals first. With NaN among them
+// they are different and in range, and which is not said.
 void largest(const float* values, int64_t size, int64_t count, int64_t* ids) {
   int64_t found = 0;
   for (int64_t i = 0; i < size; ++i) {
