@@ -42,8 +42,12 @@ def may_keep_safetensors(tensors: Iterable[TensorType], scheme: Scheme | None) -
 
     What the order of inputs in GPTQ files forbids is seen when their numbers are read.
     """
-    packed = {"awq": "qweight", "gptq": "qweight", "compressed-tensors": "weight_scale"}
-    packed |= {"modelslim": "weight_scale"}
+    packed = {
+        "awq": "qweight",
+        "gptq": "qweight",
+        "compressed-tensors": "weight_scale",
+        "modelslim": "weight_scale",
+    }
     method = "" if scheme is None else scheme.method
     for name, dtype, num_dims in tensors:
         kind = name.rpartition(".")[2]

@@ -23,16 +23,6 @@ int64_t rows_per_block(int64_t in_features) {
   return std::max<int64_t>(4 * kTileRows, rows / kTileRows * kTileRows);
 }
 
-// NOTE: last, not as the start of the sums: biases of 100 and more exist, and would cost every
-// partial sum its low bits.
-void add_bias(const float* bias, int64_t rows, float* out, int64_t ld_out) {
-  for (int64_t row = 0; row < rows; ++row)
-    for (int64_t col = 0; col < kTileCols; col += kLanes) {
-      float* to = out + row * ld_out + col;
-      (Vec::loadu(to) + Vec::loadu(bias + col)).store(to);
-    }
-}
-
 // out: [rows, at least kTileCols].
 void multiply_panel(const LinearArgs& args, int64_t panel, int64_t first_row, int64_t rows,
                     float* out, int64_t ld_out) {
@@ -50,7 +40,7 @@ void multiply_panel(const LinearArgs& args, int64_t panel, int64_t first_row, in
          reinterpret_cast<const char*>(next), depth * kTileCols * int64_t{sizeof(float)}},
         rows);
   }
-  if (args.bias) add_bias(args.bias + panel * kTileCols, rows, out, ld_out);
+  if (args.bias) add_bias(args.bias + panel * kTileCols, kTileCols, rows, out, ld_out);
 }
 
 // The last panel may be wider than what is left of out.

@@ -108,8 +108,7 @@ void multiply_rows_of(const QuantizedLinearArgs& args, const uint8_t* panel, con
   }
 }
 
-// Of num_panels panels: one, or two if there are few rows. out: [rows, at least their columns]; the
-// bias comes last, as in linear.cpp.
+// Of num_panels panels: one, or two if there are few rows. out: [rows, at least their columns].
 template <int Bits>
 void multiply_panel(const QuantizedLinearArgs& args, int64_t panel, int64_t num_panels,
                     int64_t first_row, int64_t rows, float* out, int64_t ld_out) {
@@ -119,13 +118,8 @@ void multiply_panel(const QuantizedLinearArgs& args, int64_t panel, int64_t num_
     multiply_fused<Bits, 2, kPairedRows<Bits>>(args, packed, x, rows, out, ld_out);
   else
     multiply_rows_of<Bits>(args, packed, x, rows, out, ld_out);
-  if (!args.bias) return;
-  const float* bias = args.bias + panel * kTileCols;
-  for (int64_t row = 0; row < rows; ++row)
-    for (int64_t col = 0; col < num_panels * kTileCols; col += kLanes) {
-      float* to = out + row * ld_out + col;
-      (Vec::loadu(to) + Vec::loadu(bias + col)).store(to);
-    }
+  if (args.bias)
+    add_bias(args.bias + panel * kTileCols, num_panels * kTileCols, rows, out, ld_out);
 }
 
 // The last panel may be wider than what is left of out.

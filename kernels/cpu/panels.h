@@ -7,6 +7,18 @@
 
 namespace pdserve {
 
+// out: [rows, at least cols]; cols must be a multiple of kLanes.
+//
+// NOTE: last, not as the start of the sums: biases of 100 and more exist, and would cost every
+// partial sum its low bits.
+inline void add_bias(const float* bias, int64_t cols, int64_t rows, float* out, int64_t ld_out) {
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t col = 0; col < cols; col += kLanes) {
+      float* to = out + row * ld_out + col;
+      (Vec::loadu(to) + Vec::loadu(bias + col)).store(to);
+    }
+}
+
 // Calls multiply(product, first panel, end) for all panels of products with equally many outputs.
 template <typename Args, typename F>
 void each_product(const Args* products, int64_t count, const F& multiply) {
