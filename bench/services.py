@@ -37,6 +37,9 @@ COLOCATED = ("--set", "prefiller.replicas=0", "--set", "decoder.max_prefill_toke
 FLOAT32 = ("--set", "quantization=none")
 """Weights as those of a peer that holds them in float32."""
 
+EIGHT_BITS = ("--set", "cpu.activation_bits=8")
+"""Inputs of products with 4-bit weights in 8 bits, as llama.cpp has them."""
+
 _AVX2_ONLY = {
     "ATEN_CPU_CAPABILITY": "avx2",
     "MKL_ENABLE_INSTRUCTIONS": "AVX2",
@@ -73,7 +76,7 @@ def add_peer_options(parser: argparse.ArgumentParser) -> None:
 def chosen_services(arguments: argparse.Namespace, options: Sequence[str] = ()) -> list[Service]:
     """Ours as PD and as one worker, with `options` of `pdserve up`, and vLLM where it is given.
 
-    Weights are in float32, and as the model's file holds them; results are the same.
+    Weights are as the model's file holds them, with activations of 16 and of 8 bits, and float32.
 
     All run with the instructions that `--isa` leaves them.
     """
@@ -83,6 +86,8 @@ def chosen_services(arguments: argparse.Namespace, options: Sequence[str] = ()) 
     services = [
         pdserve("PD", options),
         pdserve("colocated", [*options, *COLOCATED]),
+        pdserve("PD, 8-bit activations", [*options, *EIGHT_BITS]),
+        pdserve("colocated, 8-bit activations", [*options, *COLOCATED, *EIGHT_BITS]),
         pdserve("PD, float32 weights", [*options, *FLOAT32]),
         pdserve("colocated, float32 weights", [*options, *COLOCATED, *FLOAT32]),
     ]

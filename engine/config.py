@@ -11,9 +11,9 @@ from kernels.gating import Gating
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 
 Quantization = Literal["auto", "none", "int8", "int4", "native"]
-"""How weights are held; activations stay in float.
+"""How weights are held; what they are multiplied with is the backend's choice.
 
-auto:   native where that gives the same results as none, on CPUs; none elsewhere.
+auto:   native on CPUs; none elsewhere.
 none:   in float, whatever the checkpoint holds.
 int8:   rounded at load, symmetric, one scale per output.
 int4:   rounded at load, a scale and an offset for 32 inputs; the vocabulary as int8.

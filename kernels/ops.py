@@ -12,9 +12,12 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from kernels.ascend.options import DEFAULT_OPTIONS, NpuOptions
+from kernels.ascend.options import DEFAULT_OPTIONS as DEFAULT_NPU_OPTIONS
+from kernels.ascend.options import NpuOptions
 from kernels.cpu.build import BuildError
 from kernels.cpu.ops import load
+from kernels.cpu.options import DEFAULT_OPTIONS as DEFAULT_CPU_OPTIONS
+from kernels.cpu.options import CpuOptions
 from kernels.device_queue import DeviceQueue, Wait
 from kernels.experts import ExchangeGroup, ExchangeSizes, ExpertDispatch, GatedExperts
 from kernels.gating import Gating
@@ -406,8 +409,10 @@ class Ops(Protocol):
         ...
 
 
-def select_ops(name: str, npu: NpuOptions = DEFAULT_OPTIONS) -> Ops:
-    """The backend called `name`: auto, reference, cpu or npu. npu: for that one alone.
+def select_ops(
+    name: str, npu: NpuOptions = DEFAULT_NPU_OPTIONS, cpu: CpuOptions = DEFAULT_CPU_OPTIONS
+) -> Ops:
+    """The backend called `name`: auto, reference, cpu or npu. npu, cpu: for these alone.
 
     `auto` takes cpu, else reference with a logged reason.
 
@@ -421,7 +426,7 @@ def select_ops(name: str, npu: NpuOptions = DEFAULT_OPTIONS) -> Ops:
     if name == "npu":
         return _load_npu(npu)
     try:
-        return load()
+        return load(cpu)
     except (BuildError, OSError) as error:
         if name == "cpu":
             raise RuntimeError(f"kernels backend cpu cannot be loaded: {error}") from error

@@ -22,6 +22,7 @@ from engine.worker.config import WorkerConfig
 from kernels.ascend.environment import HCCLConfig
 from kernels.ascend.options import NpuOptions
 from kernels.cpu.cores import usable_cores
+from kernels.cpu.options import CpuOptions
 from kvtransfer.config import KVTransferConfig
 from kvtransfer.tiers.config import TierConfig
 from pdserve.errors import ConfigError
@@ -121,6 +122,8 @@ class ServiceConfig:
     """The KV transfer; fields in DERIVED come from above."""
     tiers: TierConfig = field(default_factory=TierConfig)
     """Where prefix blocks are kept beyond the workers' KV caches."""
+    cpu: CpuOptions = field(default_factory=CpuOptions)
+    """How CPUs compute, with ops cpu."""
     npu: NpuOptions = field(default_factory=NpuOptions)
     """How NPUs compute, with ops npu."""
     hccl: HCCLConfig = field(default_factory=HCCLConfig)
@@ -215,6 +218,7 @@ def worker_configs(
             "num_threads": role.num_threads or 1,
             "cores_folder": cores_folder,
             "ops_backend": config.ops,
+            "cpu": config.cpu,
             "npu": config.npu,
             "hccl": config.hccl,
             "quantization": config.quantization,

@@ -7,6 +7,7 @@ from engine.config import AsyncScheduling, KVCacheDtype, Quantization, Speculati
 from engine.parallel_config import ParallelConfig
 from kernels.ascend.environment import HCCLConfig
 from kernels.ascend.options import NpuOptions
+from kernels.cpu.options import CpuOptions
 from kvtransfer.config import KVTransferConfig
 from kvtransfer.tiers.config import TierConfig
 
@@ -84,6 +85,8 @@ class WorkerConfig:
     """How the engine is spread over ranks, and which one this process is."""
     rank_timeout_s: float = 30.0
     """A rank that has not ended a step within this time takes its engine down."""
+    cpu: CpuOptions = field(default_factory=CpuOptions)
+    """How CPUs compute. Peers must agree: their KV would differ."""
     npu: NpuOptions = field(default_factory=NpuOptions)
     """How NPUs compute."""
     hccl: HCCLConfig = field(default_factory=HCCLConfig)
@@ -130,6 +133,7 @@ class WorkerConfig:
     def from_json(cls, text: str) -> "WorkerConfig":
         """Inverse of `to_json`."""
         values = json.loads(text)
+        values["cpu"] = CpuOptions(**values["cpu"])
         values["npu"] = NpuOptions(**values["npu"])
         values["hccl"] = HCCLConfig(**values["hccl"])
         values["transfer"] = KVTransferConfig(**values["transfer"])

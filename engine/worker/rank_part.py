@@ -66,7 +66,7 @@ def open_ops(config: WorkerConfig, report: Report) -> Ops:
     Raises: RuntimeError: they cannot be had here; says why.
     """
     report("building kernels", 0.0)
-    ops = select_ops(config.ops_backend, config.npu)
+    ops = select_ops(config.ops_backend, config.npu, config.cpu)
     ops.bind_thread()
     return ops
 
@@ -85,7 +85,7 @@ def build_part(config: WorkerConfig, ops: Ops, parallel: Parallel, report: Repor
         cache_dtype = "int8"
     layout = replace(
         kv_layout(model_config, config.block_size, parallel.config, cache_dtype),
-        weights=config.quantization,
+        weights=_weights_of(config, ops),
     )
     num_bytes = max_block_bytes(model_config, config.block_size, parallel.config, cache_dtype)
     num_blocks = config.num_blocks or config.kv_cache_bytes // num_bytes
@@ -98,6 +98,12 @@ def build_part(config: WorkerConfig, ops: Ops, parallel: Parallel, report: Repor
     memory = _allocate(config, layout, num_blocks + ops.num_spare_blocks, ops)
     adapters = RankAdapters(model) if _takes_adapters(parallel.config) else None
     return RankPart(model_config, ops, model, memory, num_blocks, parallel, adapters)
+
+
+def _weights_of(config: WorkerConfig, ops: Ops) -> str:
+    if ops.name != "cpu":
+        return config.quantization
+    return f"{config.quantization}, {config.cpu.activation_bits} bits of activations"
 
 
 def _takes_adapters(parallel: ParallelConfig) -> bool:

@@ -11,7 +11,8 @@ namespace {
 using at::Tensor;
 
 pdserve::QuantizedShape make_shape(int64_t out_features, int64_t in_features, int64_t group_size,
-                                   int64_t num_bits, bool has_offset, bool has_half_factors) {
+                                   int64_t num_bits, bool has_offset, bool has_half_factors,
+                                   int64_t input_bits = 16) {
   TORCH_CHECK(out_features > 0 && in_features > 0, "the weight is empty: ", out_features, " x ",
               in_features);
   TORCH_CHECK(num_bits == 4 || num_bits == 8 || num_bits == 16, "num_bits is ", num_bits,
@@ -21,9 +22,15 @@ pdserve::QuantizedShape make_shape(int64_t out_features, int64_t in_features, in
               in_features);
   TORCH_CHECK(group_size > 0 && (group_size % 8 == 0 || group_size >= in_features), "group_size ",
               group_size, " is no multiple of 8 and not the whole row of ", in_features);
-  return {
-      out_features, in_features,     std::min(group_size, in_features), static_cast<int>(num_bits),
-      has_offset,   has_half_factors};
+  TORCH_CHECK(input_bits == 16 || (input_bits == 8 && num_bits == 4), "input_bits is ", input_bits,
+              ", must be 16, or 8 with weights of 4 bits, not of ", num_bits);
+  return {out_features,
+          in_features,
+          std::min(group_size, in_features),
+          static_cast<int>(num_bits),
+          has_offset,
+          has_half_factors,
+          static_cast<int>(input_bits)};
 }
 
 int64_t num_panels(const pdserve::QuantizedShape& shape) {
@@ -86,9 +93,10 @@ Tensor quantized_rows(const Tensor& packed, const Tensor& row_ids, int64_t out_f
 
 Tensor quantized_linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias,
                         int64_t out_features, int64_t in_features, int64_t group_size,
-                        int64_t num_bits, bool has_offset, bool has_half_factors) {
-  const auto shape =
-      make_shape(out_features, in_features, group_size, num_bits, has_offset, has_half_factors);
+                        int64_t num_bits, bool has_offset, bool has_half_factors,
+                        int64_t input_bits) {
+  const auto shape = make_shape(out_features, in_features, group_size, num_bits, has_offset,
+                                has_half_factors, input_bits);
   check_packed(packed, shape);
   TORCH_CHECK(x.device().is_cpu() && x.scalar_type() == at::kFloat && x.dim() == 2,
               "x must be float32 with 2 dims on the CPU, is ", x.scalar_type(), " with ", x.dim());
@@ -119,7 +127,8 @@ TORCH_LIBRARY_FRAGMENT(pdserve_cpu, m) {
       "int group_size, int num_bits, bool has_offset, bool has_half_factors) -> Tensor");
   m.def(
       "quantized_linear(Tensor x, Tensor packed, Tensor? bias, int out_features, int in_features, "
-      "int group_size, int num_bits, bool has_offset, bool has_half_factors) -> Tensor");
+      "int group_size, int num_bits, bool has_offset, bool has_half_factors, int input_bits) -> "
+      "Tensor");
 }
 
 TORCH_LIBRARY_IMPL(pdserve_cpu, CPU, m) {

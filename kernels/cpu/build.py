@@ -43,6 +43,14 @@ _CAPABILITY_FLAGS = {
     "AVX512": ("-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mavx2", "-mfma", "-mf16c"),
     "AVX2": ("-mavx2", "-mfma", "-mf16c"),
 }
+# Dot products of integers, with which each capability comes on newer CPUs: (name in /proc/cpuinfo,
+# flag).
+_DOT_PRODUCTS = {
+    "AVX512": ("avx512_vnni", "-mavx512vnni"),
+    "AVX2": ("avx_vnni", "-mavxvnni"),
+    "DEFAULT": ("asimddp", "-march=armv8.2-a+dotprod"),
+}
+_CPUINFO = Path("/proc/cpuinfo")
 
 
 _log = logging.getLogger(__name__)
@@ -78,7 +86,7 @@ class Toolchain:
             *_COMMON_FLAGS,
             *_NUMERIC_FLAGS,
             *macros,
-            *_CAPABILITY_FLAGS.get(self.capability, ()),
+            *_instruction_flags(self.capability),
             "-isystem",
             str(include_dir),
             "-isystem",
@@ -98,6 +106,25 @@ def find_toolchain(capability: str | None = None) -> Toolchain:
     return Toolchain(
         compiler=paths[0], compiler_version=version, capability=capability or _capability()
     )
+
+
+def _instruction_flags(capability: str) -> tuple[str, ...]:
+    """Of the compiler, for this CPU.
+
+    NOTE: results are the same bits with dot products and without.
+    """
+    flags = _CAPABILITY_FLAGS.get(capability, ())
+    name, flag = _DOT_PRODUCTS.get(capability, ("", ""))
+    return (*flags, flag) if name in _cpu_features() else flags
+
+
+def _cpu_features() -> set[str]:
+    try:
+        lines = _CPUINFO.read_text().splitlines()
+    except OSError:
+        return set()
+    found = (line.split() for line in lines if line.startswith(("flags", "Features")))
+    return set(next(found, ()))
 
 
 def _capability() -> str:
@@ -203,6 +230,7 @@ def _cache_key(toolchain: Toolchain) -> str:
 def _sources_key(capability: str) -> str:
     """Of all that a library does but for how the compiler writes it."""
     digest = hashlib.sha256(f"{torch.__version__}\n{platform.machine()}\n{capability}\n".encode())
+    digest.update(" ".join(_instruction_flags(capability)).encode())
     for path in [*_sources(), *sorted(SOURCE_DIR.glob("*.h"))]:
         digest.update(path.name.encode())
         digest.update(path.read_bytes())

@@ -148,6 +148,9 @@ struct QuantizedShape {
   // Scale and offset are float16 in the panels, else float32. With 16 bits, which have neither:
   // values are float16, else bfloat16.
   bool has_half_factors;
+  // What rows of x are rounded to in a product: 16, or with weights of 4 bits 8. With weights of 16
+  // bits they are not.
+  int input_bits;
 };
 
 int64_t quantized_panel_bytes(const QuantizedShape& shape);
@@ -174,6 +177,10 @@ void quantized_linear(const QuantizedLinearArgs& args);
 
 // As linear_each.
 void quantized_linear_each(const std::vector<QuantizedLinearArgs>& products);
+
+// The same of weights of 16 bits, and of 8 and 4.
+void half_linear_each(const std::vector<QuantizedLinearArgs>& products);
+void integer_linear_each(const std::vector<QuantizedLinearArgs>& products);
 
 // The choice of a token's experts; see kernels.gating.
 struct GatingArgs {

@@ -11,6 +11,7 @@ from torch.nn import functional
 from kernels import mla
 from kernels.cpu.build import build
 from kernels.cpu.fakes import register_fakes
+from kernels.cpu.options import DEFAULT_OPTIONS, CpuOptions
 from kernels.device_queue import ThreadQueue, Wait, nothing_to_wait_for
 from kernels.experts import ExchangeGroup, ExchangeSizes, ExpertsByParts, GroupedProduct
 from kernels.gating import Gating
@@ -62,7 +63,9 @@ class CpuLinear:
 class CpuQuantizedLinear:
     """A weight in 4, 8 or 16 bits, packed into panels with its scales and offsets."""
 
-    def __init__(self, weight: QuantizedRows, bias: Tensor | None) -> None:
+    def __init__(
+        self, weight: QuantizedRows, bias: Tensor | None, options: CpuOptions = DEFAULT_OPTIONS
+    ) -> None:
         self.out_features, self.in_features = weight.shape
         # NOTE: whether float16 holds all factors is known at the end only; most formats have that.
         packed = _pack_quantized(weight, has_half_factors=True)
@@ -80,6 +83,7 @@ class CpuQuantizedLinear:
             form.has_offset,
             has_half_factors,
         )
+        self._input_bits = options.activation_bits if form.num_bits == 4 else 16
         self._bias: Tensor | None = None
         if bias is not None:
             cols = torch.ops.pdserve_cpu.panel_cols()
@@ -89,13 +93,13 @@ class CpuQuantizedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """x: [T, in_features] float32 -> [T, out_features]; a row is the same in any batch."""
         result: Tensor = torch.ops.pdserve_cpu.quantized_linear(
-            x, self._packed, self._bias, *self._form
+            x, self._packed, self._bias, *self._form, self._input_bits
         )
         return result
 
     def join(self, groups: Any) -> None:
         """Become the next group of a pdserve_cpu.GroupedLinear."""
-        groups.add_quantized(self._packed, *self._form[2:])
+        groups.add_quantized(self._packed, *self._form[2:], self._input_bits)
 
     def packed(self) -> PackedWeight:
         """See `Linear.packed`."""
@@ -171,6 +175,9 @@ class CpuOps:
     runs_ahead = False
     max_top_k = 2**31 - 1
 
+    def __init__(self, options: CpuOptions) -> None:
+        self.options = options
+
     def check_int8_cache(self, *, is_latent: bool) -> None:
         """They may."""
 
@@ -183,11 +190,11 @@ class CpuOps:
 
     def quantized_linear(self, weight: QuantizedRows, bias: Tensor | None) -> CpuQuantizedLinear:
         """Pack; the caller drops its own copy."""
-        return CpuQuantizedLinear(weight, bias)
+        return CpuQuantizedLinear(weight, bias, self.options)
 
     def quantized_vocabulary(self, weight: QuantizedRows) -> CpuQuantizedLinear:
         """See `Ops.quantized_vocabulary`."""
-        return CpuQuantizedLinear(weight, None)
+        return self.quantized_linear(weight, None)
 
     def vocabulary(self, weight: Tensor) -> CpuLinear:
         """As any other."""
@@ -208,7 +215,7 @@ class CpuOps:
 
     def grouped_quantized_linear(self, weights: Sequence[QuantizedRows]) -> CpuGroupedLinear:
         """Pack every group; the caller drops its own copy."""
-        return CpuGroupedLinear([CpuQuantizedLinear(weight, None) for weight in weights])
+        return CpuGroupedLinear([self.quantized_linear(weight, None) for weight in weights])
 
     def gated_experts(self, gate_up: GroupedProduct, down: GroupedProduct) -> ExpertsByParts:
         """One op after the other."""
@@ -460,12 +467,16 @@ def _attend_to(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
     return result
 
 
-@functools.cache
-def load() -> CpuOps:
+def load(options: CpuOptions = DEFAULT_OPTIONS) -> CpuOps:
     """Build the kernels if need be and load them into this process, once.
 
     Raises: BuildError: they cannot be built. OSError: they cannot be loaded.
     """
+    _load_library()
+    return CpuOps(options)
+
+
+@functools.cache
+def _load_library() -> None:
     torch.ops.load_library(str(build()))  # type: ignore[no-untyped-call]
     register_fakes()
-    return CpuOps()

@@ -195,7 +195,8 @@ def test_a_cache_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     torch.backends.cpu.get_cpu_capability() != "AVX512", reason="this CPU has one capability"
 )
 def test_the_kernels_for_avx2_agree_with_the_reference_too() -> None:
-    tests = ["tests/kernels/test_attention.py", "tests/kernels/test_linear.py"]
+    names = ("attention", "linear", "linear_quantized")
+    tests = [f"tests/kernels/test_{name}.py" for name in names]
     code = f"import sys, pytest; sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', *{tests}]))"
     process = _python(code, ATEN_CPU_CAPABILITY="avx2", OMP_NUM_THREADS="1")
     out, err = process.communicate(timeout=BUILD_TIMEOUT_S)
@@ -206,3 +207,24 @@ def test_the_toolchain_names_this_cpu() -> None:
     toolchain = find_toolchain()
     assert toolchain.capability in ("AVX512", "AVX2", "DEFAULT")
     assert f"-DCPU_CAPABILITY_{toolchain.capability}" in toolchain.flags
+
+
+@pytest.mark.parametrize(
+    ("capability", "line", "flag"),
+    [
+        ("AVX512", "flags\t\t: fpu avx512f avx512_vnni", "-mavx512vnni"),
+        ("AVX2", "flags\t\t: fpu avx2 avx_vnni", "-mavxvnni"),
+        ("DEFAULT", "Features\t: fp asimd asimddp", "-march=armv8.2-a+dotprod"),
+    ],
+)
+def test_dot_products_of_integers_are_used_where_the_cpu_has_them(
+    capability: str, line: str, flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    monkeypatch.setattr("kernels.cpu.build._CPUINFO", cpuinfo)
+    toolchain = replace(_fake_toolchain(tmp_path), capability=capability)
+    assert flag not in toolchain.flags  # without the file nothing is known
+    without = build(tmp_path / "cache", toolchain)
+    cpuinfo.write_text(f"processor\t: 0\n{line}\n\nprocessor\t: 1\n")
+    assert flag in toolchain.flags
+    assert build(tmp_path / "cache", toolchain).parent != without.parent

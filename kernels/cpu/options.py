@@ -1,0 +1,19 @@
+"""What may be chosen of how CPUs compute; imports nothing heavy."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+ActivationBits = Literal[8, 16]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CpuOptions:
+    """Choices that change no token but by rounding."""
+
+    activation_bits: ActivationBits = 16
+    """Of the inputs of products with weights in 4 bits, rounded in runs that share a scale. Weights
+    in 8 bits always meet 16, those in 16 bits and more meet float32.
+    """
+
+
+DEFAULT_OPTIONS = CpuOptions()
