@@ -11,15 +11,18 @@ import re
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import get_args
 
 import torch
 from worker_engine import BenchEngine, duration_s
 
 from decoder.graph import GraphRunner
 from decoder.native_graph import NativeBackend
+from engine.config import Quantization
 from engine.models import CausalLM
 from engine.runner import ForwardMemory
 from engine.weights import load_model_config
+from kernels.cpu.options import ActivationBits, CpuOptions
 from kernels.ops import Ops
 from pdserve.models import resolve_model
 
@@ -49,7 +52,7 @@ def kernel_name(symbol: str) -> str:
 
 def kernel_names(symbols: Sequence[str], num_layers: int) -> list[str]:
     """Of the tasks of a step; products by their place in a layer, all of which are alike."""
-    names = [kernel_name(symbol) for symbol in symbols]
+    names = [kernel_name(symbol).replace("quantized_linear", "linear") for symbol in symbols]
     per_layer, places = names.count("linear") // num_layers, itertools.count()
     return [f"linear {next(places) % per_layer}" if n == "linear" else n for n in names]
 
@@ -67,13 +70,21 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--context", type=int, default=96)
+    parser.add_argument("--quantization", choices=get_args(Quantization), default="none")
+    parser.add_argument("--activation-bits", type=int, choices=get_args(ActivationBits), default=16)
     arguments = parser.parse_args()
     config = load_model_config(resolve_model(arguments.model))
     if config.moe is not None and (dense := set(range(config.num_layers)) - config.moe.layers):
         parser.error(f"layers {sorted(dense)} are dense, the others have experts")
     profiled = Profiled()
     engine = BenchEngine(
-        arguments.model, arguments.threads, profiled.make, kv_cache_bytes=1 << 30, max_num_seqs=64
+        arguments.model,
+        arguments.threads,
+        profiled.make,
+        kv_cache_bytes=1 << 30,
+        max_num_seqs=64,
+        quantization=arguments.quantization,
+        cpu=CpuOptions(activation_bits=arguments.activation_bits),
     )
     print("| batch | kernel | calls | us a call | ms |\n|---|---|---|---|---|")
     for batch in arguments.batch:

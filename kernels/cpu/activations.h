@@ -33,8 +33,8 @@ void each_run(const QuantizedShape& shape, const F& f) {
 }
 
 // `count` floats, whole words, in a word's order; returns their sum. With 16 bits two inputs that
-// are multiplied together are 4 apart, with 8 bits four are 2 apart: as they lie in 32 bits of 4-bit
-// values.
+// are multiplied together are 4 apart, with 8 bits four are 2 apart: as they lie in 32 bits of
+// 4-bit values.
 template <int InputBits>
 int32_t round_run(const float* x, int64_t count, float inverse_step, uint8_t* to) {
 #if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)

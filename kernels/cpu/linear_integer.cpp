@@ -3,8 +3,8 @@
 // Products of integers are summed over a run of inputs, exact; then they become floats, get their
 // scales, and join the sum of the runs before.
 //
-// NOTE: that sum is one chain of fused multiply-adds in ascending order, whatever the batch, the tile
-// and the instructions: the same bits.
+// NOTE: that sum is one chain of fused multiply-adds in ascending order, whatever the batch, the
+// tile and the instructions: the same bits.
 #include "activations.h"
 #include "integers.h"
 #include "panels.h"
@@ -22,30 +22,34 @@ namespace {
 
 constexpr int64_t kMaxRows = 512;               // that are rounded at a time
 constexpr int64_t kRowBlockBytes = 256 * 1024;  // of rounded rows: half a second-level cache
+constexpr int64_t kPanelBlockBytes = 128 * 1024;
 constexpr int64_t kBytesAhead = 4096;           // how far whoever reads a panel fetches ahead
 
 template <int InputBits>
 constexpr int kWordSteps = InputBits == 16 ? 4 : 2;
 
-// Rounded rows of a product, and where their results go.
+// Rounded rows.
 struct Rows {
   const uint8_t* values;
   int64_t ld_values;
   const float* factors;
   int64_t ld_factors;
-  float* out;
-  int64_t ld_out;
 
   void advance(int64_t rows) {
     values += rows * ld_values;
     factors += rows * ld_factors;
-    out += rows * ld_out;
   }
 };
 
 // Scales, then offsets, of a panel's columns.
 struct ColumnFactors {
   alignas(64) float values[2 * kTileCols];
+};
+
+// What a panel and a tile of rows add up to. NOTE: rows of the output itself are often a multiple
+// of a page apart, and would drive one another out of the first-level cache.
+struct Totals {
+  alignas(64) float values[kTileRows * kTileCols];
 };
 
 template <int InputBits>
@@ -78,15 +82,16 @@ PDSERVE_INLINE inline void add_products(const Ints* weights, const uint8_t* x, i
   });
 }
 
-// rows.out += sums * scales + offsets.
+// totals += sums * scales + offsets.
 template <int InputBits, bool HasOffset, int Count>
-PDSERVE_INLINE inline void scale(const Ints* sums, const ColumnFactors& columns, const Rows& rows) {
+PDSERVE_INLINE inline void scale(const Ints* sums, const ColumnFactors& columns, const Rows& rows,
+                                 float* totals) {
   c10::ForcedUnroll<Count>{}([&](auto r) PDSERVE_INLINE {
     const float* factor = rows.factors + r * rows.ld_factors;
     c10::ForcedUnroll<kTileVecs>{}([&](auto v) PDSERVE_INLINE {
       Ints sum = sums[r * kTileVecs + v];
       if constexpr (InputBits == 8) sum = sum_of_quads(sum);
-      float* to = rows.out + r * rows.ld_out + v * kLanes;
+      float* to = totals + r * kTileCols + v * kLanes;
       const float* column = columns.values + v * kLanes;
       const Vec both = Vec::loadu(column) * Vec(factor[0]);
       Vec total = at::vec::fmadd(to_floats(sum), both, Vec::loadu(to));
@@ -171,10 +176,11 @@ class PanelRuns {
   ColumnFactors columns_;
 };
 
-// out += a panel times a tile of rows, each weight in the registers that it was widened in.
+// A panel times a tile of rows, each weight in the registers that it was widened in.
 template <int Bits, int InputBits, bool HasOffset, int Count>
-void multiply_tile(const QuantizedShape& shape, const uint8_t* panel, Rows rows) {
+void multiply_tile(const QuantizedShape& shape, const uint8_t* panel, Rows rows, Totals& totals) {
   constexpr int64_t kWordBytes = PanelRuns<Bits, InputBits>::kWordBytes;
+  std::fill_n(totals.values, Count * kTileCols, 0.f);
   PanelRuns<Bits, InputBits> runs(shape, panel);
   while (runs.has_runs()) {
     Ints sums[Count * kTileVecs];
@@ -187,43 +193,27 @@ void multiply_tile(const QuantizedShape& shape, const uint8_t* panel, Rows rows)
       });
       rows.values += kWordInputs * InputBits / 8;
     });
-    scale<InputBits, HasOffset, Count>(sums, runs.columns(), rows);
+    scale<InputBits, HasOffset, Count>(sums, runs.columns(), rows, totals.values);
     rows.factors += 2;
   }
 }
 
-using TileFn = void (*)(const QuantizedShape&, const uint8_t*, Rows);
+using TileFn = void (*)(const QuantizedShape&, const uint8_t*, Rows, Totals&);
 
 template <int Bits, int InputBits, bool HasOffset, int... Counts>
-constexpr std::array<TileFn, sizeof...(Counts)> tiles_of(std::integer_sequence<int, Counts...>) {
+constexpr std::array<TileFn, kTileRows> tiles_of(std::integer_sequence<int, Counts...>) {
   return {multiply_tile<Bits, InputBits, HasOffset, Counts + 1>...};
 }
 
 template <int Bits, int InputBits, bool HasOffset>
-void multiply_panel_of(const QuantizedShape& shape, const uint8_t* panel, Rows rows,
-                       int64_t count) {
-  static constexpr auto tiles =
-      tiles_of<Bits, InputBits, HasOffset>(std::make_integer_sequence<int, kTileRows>());
-  for (int64_t left = ceil_div<int64_t>(count, kTileRows); left > 0; --left) {
-    const int64_t taken = ceil_div(count, left);
-    for (int64_t row = 0; row < taken; ++row)
-      std::fill_n(rows.out + row * rows.ld_out, kTileCols, 0.f);
-    tiles[taken - 1](shape, panel, rows);
-    rows.advance(taken);
-    count -= taken;
-  }
-}
+constexpr auto kTiles =
+    tiles_of<Bits, InputBits, HasOffset>(std::make_integer_sequence<int, kTileRows>());
 
-void multiply_panel(const QuantizedShape& shape, const uint8_t* panel, Rows rows, int64_t count) {
-  const auto multiply = [&](auto has_offset) {
-    if (shape.num_bits == 8)
-      multiply_panel_of<8, 16, has_offset>(shape, panel, rows, count);
-    else if (shape.input_bits == 16)
-      multiply_panel_of<4, 16, has_offset>(shape, panel, rows, count);
-    else
-      multiply_panel_of<4, 8, has_offset>(shape, panel, rows, count);
-  };
-  shape.has_offset ? multiply(std::true_type()) : multiply(std::false_type());
+// By the number of rows, from 1.
+const std::array<TileFn, kTileRows>& tiles_for(const QuantizedShape& shape) {
+  if (shape.num_bits == 8) return shape.has_offset ? kTiles<8, 16, true> : kTiles<8, 16, false>;
+  if (shape.input_bits == 16) return shape.has_offset ? kTiles<4, 16, true> : kTiles<4, 16, false>;
+  return shape.has_offset ? kTiles<4, 8, true> : kTiles<4, 8, false>;
 }
 
 // A product, and room for its rounded rows.
@@ -236,47 +226,43 @@ struct RoundedProduct {
 
 int64_t out_features_of(const RoundedProduct& product) { return product.args.shape.out_features; }
 
-// The last panel may be wider than what is left of out.
-void multiply_columns(const RoundedProduct& product, int64_t panel, Rows rows, int64_t count) {
+// A tile of rows times panels [begin, end); the last panel may be wider than what is left of out.
+void multiply_row_tile(const RoundedProduct& product, TileFn multiply, int64_t row, int64_t count,
+                       int64_t begin, int64_t end) {
   const QuantizedLinearArgs& args = product.args;
-  const uint8_t* packed = args.packed + panel * quantized_panel_bytes(args.shape);
-  const float* bias = args.bias ? args.bias + panel * kTileCols : nullptr;
-  const int64_t width = args.shape.out_features - panel * kTileCols;
-  if (width >= kTileCols) {
-    multiply_panel(args.shape, packed, rows, count);
-    if (bias) add_bias(bias, kTileCols, count, rows.out, rows.ld_out);
-    return;
-  }
-  constexpr int64_t kRows = 2 * kTileRows;
-  alignas(64) float wide[kRows * kTileCols];
-  while (count > 0) {
-    const int64_t taken = std::min(kRows, count);
-    Rows some = rows;
-    some.out = wide;
-    some.ld_out = kTileCols;
-    multiply_panel(args.shape, packed, some, taken);
-    if (bias) add_bias(bias, kTileCols, taken, wide, kTileCols);
-    for (int64_t r = 0; r < taken; ++r)
-      std::memcpy(rows.out + r * rows.ld_out, wide + r * kTileCols, width * sizeof(float));
-    rows.advance(taken);
-    count -= taken;
+  const int64_t panel_bytes = quantized_panel_bytes(args.shape), ld_out = args.shape.out_features;
+  Rows rows{product.values, product.values_bytes, product.factors, product.num_factors};
+  rows.advance(row);
+  Totals totals;
+  for (int64_t panel = begin; panel < end; ++panel) {
+    const int64_t first_col = panel * kTileCols;
+    const size_t row_bytes = std::min<int64_t>(kTileCols, ld_out - first_col) * sizeof(float);
+    multiply(args.shape, args.packed + panel * panel_bytes, rows, totals);
+    if (args.bias) add_bias(args.bias + first_col, kTileCols, count, totals.values, kTileCols);
+    float* out = args.out + row * ld_out + first_col;
+    for (int64_t r = 0; r < count; ++r)
+      std::memcpy(out + r * ld_out, totals.values + r * kTileCols, row_bytes);
   }
 }
 
+// Rows stay in the first-level cache while some panels pass over them, and these panels, and a
+// block of rows, in the second-level one.
 void multiply_panels(const RoundedProduct& product, int64_t begin, int64_t end) {
-  const QuantizedLinearArgs& args = product.args;
+  const QuantizedShape& shape = product.args.shape;
+  const auto& tiles = tiles_for(shape);
+  const int64_t num_rows = product.args.rows;
   const int64_t block =
       std::max<int64_t>(8, kRowBlockBytes / product.values_bytes / kTileRows) * kTileRows;
-  for (int64_t row = 0; row < args.rows; row += block)
-    for (int64_t panel = begin; panel < end; ++panel) {
-      Rows rows{product.values,
-                product.values_bytes,
-                product.factors,
-                product.num_factors,
-                args.out + panel * kTileCols,
-                args.shape.out_features};
-      rows.advance(row);
-      multiply_columns(product, panel, rows, std::min(block, args.rows - row));
+  const int64_t group = std::max<int64_t>(1, kPanelBlockBytes / quantized_panel_bytes(shape));
+  for (int64_t first = 0; first < num_rows; first += block)
+    for (int64_t panel = begin; panel < end; panel += group) {
+      const int64_t stop = std::min(first + block, num_rows);
+      for (int64_t row = first; row < stop;) {
+        const int64_t count = ceil_div(stop - row, ceil_div<int64_t>(stop - row, kTileRows));
+        multiply_row_tile(product, tiles[count - 1], row, count, panel,
+                          std::min(panel + group, end));
+        row += count;
+      }
     }
 }
 
