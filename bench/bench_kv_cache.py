@@ -117,11 +117,9 @@ def _table(
 
 def bench_perplexity(model: str, num_tokens: int) -> dict[str, float]:
     """Of both caches with weights in float; printed as a table."""
-    path = resolve_model(model)
+    path, ops = resolve_model(model), select_ops("auto")
     token_ids = load_tokenizer(path).encode(TEXT.read_text())[:num_tokens]
-    found = {
-        dtype: perplexity(path, "none", "auto", token_ids, cache_dtype=dtype) for dtype in DTYPES
-    }
+    found = {dtype: perplexity(path, "none", ops, token_ids, cache_dtype=dtype) for dtype in DTYPES}
     print(f"\nperplexity on {TEXT.name}, {len(token_ids)} tokens")
     print("| float32 KV | int8 KV | difference |\n|---|---|---|")
     floats, int8 = found["float32"], found["int8"]

