@@ -53,7 +53,7 @@ class KVLayout:
     rope_dim: int = 0
     """MLA rope width; 0 for plain attention."""
     weights: str = "none"
-    """Quantisation of the weights that compute the KV: others give other KV."""
+    """Quantisation of the weights and activations that compute the KV: others give other KV."""
     scale_dtype: str = ""
     """Type of one scale per token and head, for quantised KV; empty: no scales."""
     first_layer: int = 0

@@ -85,7 +85,7 @@ def build_part(config: WorkerConfig, ops: Ops, parallel: Parallel, report: Repor
         cache_dtype = "int8"
     layout = replace(
         kv_layout(model_config, config.block_size, parallel.config, cache_dtype),
-        weights=_weights_of(config, ops),
+        weights=_weights_of(config),
     )
     num_bytes = max_block_bytes(model_config, config.block_size, parallel.config, cache_dtype)
     num_blocks = config.num_blocks or config.kv_cache_bytes // num_bytes
@@ -100,10 +100,10 @@ def build_part(config: WorkerConfig, ops: Ops, parallel: Parallel, report: Repor
     return RankPart(model_config, ops, model, memory, num_blocks, parallel, adapters)
 
 
-def _weights_of(config: WorkerConfig, ops: Ops) -> str:
-    if ops.name != "cpu":
-        return config.quantization
-    return f"{config.quantization}, {config.cpu.activation_bits} bits of activations"
+def _weights_of(config: WorkerConfig) -> str:
+    """How they are multiplied with too, where that gives other KV than floats to speak of."""
+    bits = config.cpu.activation_bits
+    return config.quantization if bits == 16 else f"{config.quantization}, activations of {bits}"
 
 
 def _takes_adapters(parallel: ParallelConfig) -> bool:

@@ -9,20 +9,27 @@ import torch
 from transformers import LlamaForCausalLM
 
 from engine.colocated import ColocatedEngine
+from engine.config import Quantization
 from engine.request import Request, SamplingParams
 from engine.scheduler import SchedulerConfig
+from kernels.cpu.options import DEFAULT_OPTIONS, CpuOptions
 from kernels.ops import select_ops
 from tests.engine.steps import load
 from tests.integration.service import Service
 
 
 def tokens_alone(
-    folder: Path, asked: Sequence[tuple[Sequence[int], SamplingParams]], **options: Any
+    folder: Path,
+    asked: Sequence[tuple[Sequence[int], SamplingParams]],
+    *,
+    quantization: Quantization = "none",
+    cpu: CpuOptions = DEFAULT_OPTIONS,
+    **options: Any,
 ) -> list[list[int]]:
     """Output tokens of (prompt, sampling) pairs; `options` go to the engine."""
-    ops = select_ops("auto")
+    ops = select_ops("auto", cpu=cpu)
     engine = ColocatedEngine(
-        load(folder, ops),
+        load(folder, ops, quantization=quantization),
         ops,
         num_blocks=128,
         block_size=32,

@@ -1,0 +1,37 @@
+"""Products with rounded activations in the service: tokens of one process, whatever is batched."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kernels.cpu.options import ActivationBits, CpuOptions
+from tests.integration.alone import greedy_alone
+from tests.integration.service import Service
+
+pytestmark = pytest.mark.multiprocess
+
+_NUM_TOKENS = 128
+_PROMPTS = [[3 + (7 * i + n * i * i) % 290 for i in range(n)] for n in (1, 31, 33, 64, 200, 500)]
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+async def test_disaggregated_tokens_are_those_of_one_process(
+    bits: ActivationBits, tiny_model: Path
+) -> None:
+    options: dict[str, Any] = {
+        "quantization": "int4",
+        "cpu": CpuOptions(activation_bits=bits),
+    }
+    expected = greedy_alone(tiny_model, _PROMPTS, _NUM_TOKENS, **options)
+    with Service(
+        tiny_model,
+        worker={"max_num_batched_tokens": 64, **options},
+        decoder={"num_blocks": 26},  # all prompts fit, all outputs do not
+        proxy={"local_prefill_tokens": 8},
+    ) as service:
+        assert await service.generate_all(_PROMPTS, _NUM_TOKENS) == expected
+        (decoder,) = service.of_role("decoder")
+        assert decoder.stats().num_preemptions > 0
+        assert sum(peer.num_transfers for peer in service.of_role("prefiller")[0].stats().transfers)
+        service.assert_idle()
