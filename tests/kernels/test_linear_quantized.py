@@ -1,5 +1,7 @@
 """The quantised linear of both backends against a dequantised weight."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -126,20 +128,48 @@ def test_a_row_has_the_same_bits_in_any_batch(form: str, bits: ActivationBits) -
         assert torch.equal(linear(x[MOST_ROWS - batch :]), whole[MOST_ROWS - batch :])
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_inputs_that_are_whole_steps_are_not_rounded(cpu8: Ops, cpu: Ops, form: str) -> None:
-    # Every run has one of 127 steps: these are what 8 bits are left with, and 16 bits have all of
-    # their multiples.
-    num_inputs = 1000
-    weight = make_weight(form, 70, num_inputs)
-    for ops, scale in ((cpu8, 1), (cpu, 32767 // 127)):
-        steps = torch.randint(-127, 128, (13, num_inputs)) * scale
-        steps[:, ::8] = 127 if ops is cpu8 else 32767
-        x = (steps * 2.0**-14).float()
-        expected = x.double() @ weight.dequantize().double().T
-        size = (x.double().abs() @ weight.dequantize().double().abs().T).max()
-        y = ops.quantized_linear(weight, None)(x).double()
-        torch.testing.assert_close(y, expected, rtol=0, atol=float(2e-6 * size))
+def rounded(x: Tensor, group_size: int, bits: int) -> Tensor:
+    """x as a product sees it: [T, in] float64."""
+    run_inputs = {8: 32, 16: 64}[bits]
+    parts = []
+    for group in x.split(group_size, dim=1):
+        for run in group.split(run_inputs, dim=1):
+            steps = torch.tensor(float(2 ** (bits - 1) - 1))
+            largest = run.abs().amax(dim=1, keepdim=True)
+            # The float32 arithmetic of the kernels, so that the same numbers are rounded up.
+            inverse = torch.where(largest < 1e-30, 0.0, steps / largest)
+            parts.append((run * inverse).round().double() * (largest / steps).double())
+    return torch.cat(parts, dim=1)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.sampled_from(list(FORMS)),
+    st.sampled_from([8, 16]),
+    st.integers(1, 90),
+    st.integers(1, 700),
+    st.integers(1, 40),
+    st.integers(0, 2**32),
+)
+def test_only_inputs_are_rounded(
+    form: str, bits: ActivationBits, num_outputs: int, num_inputs: int, num_rows: int, seed: int
+) -> None:
+    weight = make_weight(form, num_outputs, num_inputs, seed)
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_rows, num_inputs, generator=generator)
+    x *= 10.0 ** torch.randint(-3, 4, (num_rows, num_inputs), generator=generator)
+    x[torch.rand(num_rows, num_inputs, generator=generator) < 0.2] = 0
+    bias = torch.randn(num_outputs, generator=generator) if seed % 2 else None
+    plain = weight.dequantize().double()
+    cpu = select_ops("cpu", cpu=CpuOptions(activation_bits=bits))
+    seen = rounded(x, weight.group_size, bits if weight.num_bits == 4 else 16)
+    expected = seen @ plain.T + (0 if bias is None else bias.double())
+    # What cancels out within a weight, its values against its offset, does so in sums alone.
+    offset = None if weight.offset is None else weight.offset.abs()
+    parts = replace(weight, values=weight.values.clamp(-127).abs(), offset=offset)
+    size = seen.abs() @ parts.dequantize().double().T + 1
+    error = (cpu.quantized_linear(weight, bias)(x).double() - expected).abs()
+    assert (error <= 3e-7 * (4 + num_inputs / 32) * size).all()
 
 
 @pytest.mark.parametrize("bits", [8, 16])
