@@ -19,12 +19,18 @@ def check_fit(config: ServiceConfig, model: ModelFiles) -> None:
 
     Raises: ConfigError: with every problem; each names field, value and limit.
     """
-    problems = [*_weight_problems(config, model)]
+    problems = [*_length_problems(config, model), *_weight_problems(config, model)]
     workers = worker_configs(config, model_path=str(model.path), token="")
     for role, worker in zip(("prefiller", "decoder"), workers, strict=True):
         problems += _role_problems(role, worker, model, reads_files=config.is_local)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
+
+
+def _length_problems(config: ServiceConfig, model: ModelFiles) -> Iterator[str]:
+    asked, longest = config.max_model_len, model.config.max_position_embeddings
+    if asked is not None and asked > longest:
+        yield f"max_model_len is {asked}: the model takes {longest} tokens at most"
 
 
 def _weight_problems(config: ServiceConfig, model: ModelFiles) -> Iterator[str]:
@@ -58,3 +64,10 @@ def _role_problems(
             f"{role}.kv_cache_bytes is {worker.kv_cache_bytes}: must be at least {num_bytes}, "
             f"which one block of {worker.block_size} tokens (block_size) takes"
         )
+    elif worker.max_model_len is not None:
+        needed = -(-worker.max_model_len // worker.block_size) * num_bytes
+        if worker.kv_cache_bytes < needed:
+            yield (
+                f"{role}.kv_cache_bytes is {worker.kv_cache_bytes}: max_model_len "
+                f"{worker.max_model_len} needs at least {needed}"
+            )

@@ -61,6 +61,12 @@ def test_the_packaged_model_goes_with_the_defaults(packaged: ModelFiles) -> None
             f"prefiller.kv_cache_bytes is 1048576: must be at least {2 * 30 * 3 * 68 * 128}, "
             "which one block of 128 tokens (block_size) takes",
         ),
+        (["max_model_len=8193"], "max_model_len is 8193: the model takes 8192 tokens at most"),
+        (
+            ["decoder.kv_cache_bytes=32MiB", "max_model_len=1000"],
+            f"decoder.kv_cache_bytes is {32 << 20}: max_model_len 1000 needs at least "
+            f"{32 * SMOLLM2_BLOCK}",
+        ),
         (["decoder.tp=2"], "decoder.tp: num_heads is 9, not a multiple of tp_size 2"),
         (["prefiller.pp=31"], "prefiller.pp: pp is 31, the model has 30 layers"),
         (
@@ -95,6 +101,10 @@ def test_as_many_bytes_as_a_block_takes_are_enough(packaged: ModelFiles) -> None
     assert refused(packaged, size, "block_size=33") != []
     assert refused(packaged, size, "block_size=1024", "decoder.num_blocks=1") == []
     assert refused(packaged, size, "block_size=64", "decoder.tp=3") == []
+    two = f"decoder.kv_cache_bytes={2 * SMOLLM2_BLOCK}"
+    assert refused(packaged, two, "max_model_len=64") == []
+    assert refused(packaged, two, "max_model_len=65") != []
+    assert refused(packaged, "max_model_len=8192") == []
 
 
 def test_every_problem_of_both_roles_is_named(packaged: ModelFiles) -> None:
