@@ -48,7 +48,9 @@ def test_the_peak_is_little_above_the_weights() -> None:
     """In a process of its own, mapped files included. The benchmark has every form."""
     bench = Path(__file__).parents[2] / "bench" / "bench_loading.py"
     command = [sys.executable, str(bench), "--json", "--loads", "native", "int4"]
-    command += ["--forms", "AWQ", "GGUF Q8_0"]
+    # NOTE: some 8 MB are there whatever the model's size: of 72 MB, what 8 layers of AWQ take, they
+    # would be most of what is allowed.
+    command += ["--forms", "AWQ", "GGUF Q8_0", "--layers", "20"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     ratios = {row["form"]: row["ratio"] for row in json.loads(done.stdout)}
     assert len(ratios) == 3
