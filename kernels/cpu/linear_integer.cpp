@@ -22,8 +22,8 @@ namespace {
 
 constexpr int64_t kMaxRows = 512;               // that are rounded at a time
 constexpr int64_t kRowBlockBytes = 256 * 1024;  // of rounded rows: half a second-level cache
-constexpr int64_t kPanelBlockBytes = 128 * 1024;
-constexpr int64_t kBytesAhead = 4096;           // how far whoever reads a panel fetches ahead
+constexpr int64_t kPanelBlockBytes = 128 * 1024;  // beside them
+constexpr int64_t kBytesAhead = 4096;  // how far whoever reads a panel fetches ahead
 
 template <int InputBits>
 constexpr int kWordSteps = InputBits == 16 ? 4 : 2;
