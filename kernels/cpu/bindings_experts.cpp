@@ -134,13 +134,8 @@ class GroupedLinear : public torch::CustomClassHolder {
   // The next group, packed as by pack_quantized. All groups are of one of both kinds.
   void add_quantized(const Tensor& packed, int64_t group_size, int64_t num_bits, bool has_offset,
                      bool has_half_factors, int64_t input_bits) {
-    const pdserve::QuantizedShape shape{weights_->out_features,
-                                        weights_->in_features,
-                                        std::min(group_size, weights_->in_features),
-                                        static_cast<int>(num_bits),
-                                        has_offset,
-                                        has_half_factors,
-                                        static_cast<int>(input_bits)};
+    const auto shape = pdserve::make_shape(weights_->out_features, weights_->in_features, group_size,
+                                           num_bits, has_offset, has_half_factors, input_bits);
     TORCH_CHECK(packed.scalar_type() == at::kByte && packed.is_contiguous() && packed.dim() == 2,
                 "packed must be contiguous bytes with 2 dims");
     check_size(packed.size(1), pdserve::quantized_panel_bytes(shape), "bytes of a panel");

@@ -1,4 +1,5 @@
 // The operators on quantised weights: checks their tensors and calls the kernels.
+#include "checks.h"
 #include "huge_pages.h"
 #include "kernels.h"
 #include "recorded.h"
@@ -9,29 +10,6 @@
 namespace {
 
 using at::Tensor;
-
-pdserve::QuantizedShape make_shape(int64_t out_features, int64_t in_features, int64_t group_size,
-                                   int64_t num_bits, bool has_offset, bool has_half_factors,
-                                   int64_t input_bits = 16) {
-  TORCH_CHECK(out_features > 0 && in_features > 0, "the weight is empty: ", out_features, " x ",
-              in_features);
-  TORCH_CHECK(num_bits == 4 || num_bits == 8 || num_bits == 16, "num_bits is ", num_bits,
-              ", must be 4, 8 or 16");
-  TORCH_CHECK(num_bits != 16 || (group_size >= in_features && !has_offset),
-              "a weight of 16 bits has no scales: group_size is ", group_size, " for rows of ",
-              in_features);
-  TORCH_CHECK(group_size > 0 && (group_size % 8 == 0 || group_size >= in_features), "group_size ",
-              group_size, " is no multiple of 8 and not the whole row of ", in_features);
-  TORCH_CHECK(input_bits == 16 || (input_bits == 8 && num_bits == 4), "input_bits is ", input_bits,
-              ", must be 16, or 8 with weights of 4 bits, not of ", num_bits);
-  return {out_features,
-          in_features,
-          std::min(group_size, in_features),
-          static_cast<int>(num_bits),
-          has_offset,
-          has_half_factors,
-          static_cast<int>(input_bits)};
-}
 
 int64_t num_panels(const pdserve::QuantizedShape& shape) {
   return (shape.out_features + pdserve::panel_cols() - 1) / pdserve::panel_cols();
@@ -57,8 +35,8 @@ Tensor pack_quantized(const Tensor& values, const Tensor& scale,
                       const std::optional<Tensor>& offset, int64_t group_size, int64_t num_bits,
                       bool has_half_factors) {
   TORCH_CHECK(values.dim() == 2, "values must have 2 dims, has ", values.dim());
-  const auto shape = make_shape(values.size(0), values.size(1), group_size, num_bits,
-                                offset.has_value(), has_half_factors);
+  const auto shape = pdserve::make_shape(values.size(0), values.size(1), group_size, num_bits,
+                                         offset.has_value(), has_half_factors);
   const bool is_half = num_bits == 16;
   const int64_t groups =
       is_half ? 0 : (shape.in_features + shape.group_size - 1) / shape.group_size;
@@ -78,7 +56,8 @@ Tensor quantized_rows(const Tensor& packed, const Tensor& row_ids, int64_t out_f
                       int64_t in_features, int64_t group_size, int64_t num_bits, bool has_offset,
                       bool has_half_factors) {
   const auto shape =
-      make_shape(out_features, in_features, group_size, num_bits, has_offset, has_half_factors);
+      pdserve::make_shape(out_features, in_features, group_size, num_bits, has_offset,
+                          has_half_factors);
   check_packed(packed, shape);
   const pdserve::Ids ids = pdserve::as_ids(row_ids);
   Tensor out = pdserve::empty({ids.count, in_features}, packed.options().dtype(at::kFloat));
@@ -95,8 +74,8 @@ Tensor quantized_linear(const Tensor& x, const Tensor& packed, const std::option
                         int64_t out_features, int64_t in_features, int64_t group_size,
                         int64_t num_bits, bool has_offset, bool has_half_factors,
                         int64_t input_bits) {
-  const auto shape = make_shape(out_features, in_features, group_size, num_bits, has_offset,
-                                has_half_factors, input_bits);
+  const auto shape = pdserve::make_shape(out_features, in_features, group_size, num_bits,
+                                         has_offset, has_half_factors, input_bits);
   check_packed(packed, shape);
   TORCH_CHECK(x.device().is_cpu() && x.scalar_type() == at::kFloat && x.dim() == 2,
               "x must be float32 with 2 dims on the CPU, is ", x.scalar_type(), " with ", x.dim());
