@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.batch import Batch
 from engine.block_table import GrowableArray
-from engine.device_draw import can_draw, device_draw_of
+from engine.device_draw import can_draw
 from engine.logprobs import TokenLogprobs
 from engine.penalties import is_penalised
 from engine.request import Request
@@ -78,7 +78,7 @@ class AheadSteps:
         self._builders = deque([runner.builder(queue), runner.builder(queue)])
         self._source_rows = deque(GrowableArray(512, queue.host_ints) for _ in range(2))
         config = runner.model_config
-        self._sampler = Sampler(config.vocab_size, config.eos_token_ids, device_draw_of(runner.ops))
+        self._sampler = Sampler(config.vocab_size, config.eos_token_ids, runner.ops)
         self._tokens = torch.zeros(
             scheduler.config.max_num_seqs, dtype=torch.int32, device=runner.ops.device
         )

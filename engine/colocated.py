@@ -6,7 +6,6 @@ from engine.adapters import Adapters
 from engine.ahead import AheadSteps
 from engine.async_scheduling import AsyncScheduling
 from engine.block_manager import BlockManager
-from engine.device_draw import device_draw_of
 from engine.kv_caches import poisoned_caches
 from engine.kv_layout import kv_layout
 from engine.models import CausalLM
@@ -72,7 +71,7 @@ class ColocatedEngine:
             self.scheduler,
             config.vocab_size,
             config.eos_token_ids,
-            device_draw=device_draw_of(ops),
+            ops,
         )
         self._drafter = None if make_drafter is None else make_drafter(self)
         self.ahead = None

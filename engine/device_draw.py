@@ -1,27 +1,23 @@
 """Drawing tokens where the logits are: only the tokens are copied to the host, not [S, V] numbers.
 
 The device's operator narrows the rows by top_k and top_p; the number of each row picks from what is
-left, as in engine.draw, but in float32: devices have no float64 to speak of. So a token may differ
-from the host's where a number falls between two by less than that precision.
+left, as in kernels.drawing, but in float32: devices have no float64 to speak of. So a token may
+differ from the host's where a number falls between two by less than that precision.
 """
 
 import torch
 from torch import Tensor
 
-from engine.draw import DrawParams, exp_in_chunks, invert, scores_of
 from engine.request import Request
+from kernels.drawing import DrawParams, exp_in_chunks, invert, scores_of
 from kernels.ops import Ops
 
 
 class DeviceDraw:
-    """Draws as `engine.draw.draw` does, by ops that sample on their device."""
+    """Draws as `kernels.drawing.draw` does, by ops that sample on their device."""
 
     def __init__(self, ops: Ops) -> None:
         self._ops = ops
-
-    def suits(self, device: torch.device) -> bool:
-        """Whether logits there are where the ops work."""
-        return device == self._ops.device
 
     def __call__(self, logits: Tensor, params: DrawParams, numbers: Tensor) -> Tensor:
         """logits: [S, V] float32; numbers: [S] on the host -> [S]; all use top_k, or none."""
@@ -40,9 +36,9 @@ class DeviceDraw:
         )
 
 
-def device_draw_of(ops: Ops) -> DeviceDraw | None:
-    """For ops that sample on their device."""
-    return DeviceDraw(ops) if ops.samples_on_device else None
+def device_draw_of(ops: Ops, device: torch.device) -> DeviceDraw | None:
+    """For logits on `device`, if that is where the ops sample."""
+    return DeviceDraw(ops) if ops.samples_on_device and device == ops.device else None
 
 
 def can_draw(request: Request, ops: Ops) -> bool:

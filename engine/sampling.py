@@ -12,12 +12,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.device_draw import DeviceDraw
-from engine.draw import DrawParams, draw, uniforms, uses_top_k
+from engine.device_draw import device_draw_of
+from engine.draw import draw_params, uniforms, uses_top_k
 from engine.grammar import TokenMasks
 from engine.logprobs import TokenLogprobs, top_logprobs
 from engine.penalties import Penalties
 from engine.request import Request, SamplingParams
+from kernels.drawing import DrawParams
+from kernels.ops import Ops
 
 _Bans = list[tuple[int, list[int]]]
 
@@ -36,16 +38,11 @@ class SamplerOutput:
 class Sampler:
     """Samples the next token of each request; keeps what depends on who is in the batch alone."""
 
-    def __init__(
-        self,
-        vocab_size: int,
-        eos_token_ids: frozenset[int],
-        device_draw: DeviceDraw | None = None,
-    ) -> None:
-        """device_draw: draws from logits that are on its device; None: all are on the host."""
+    def __init__(self, vocab_size: int, eos_token_ids: frozenset[int], ops: Ops) -> None:
+        """ops: draw the tokens, where they can from logits that are on their device."""
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._device_draw = device_draw
+        self._ops = ops
         self._batch: _Batch | None = None
 
     @torch.inference_mode()
@@ -81,14 +78,8 @@ class Sampler:
         """
         batch = self._batch
         if batch is None or batch.requests != requests or batch.device != device:
-            draw = self._device_draw
             batch = self._batch = _Batch(
-                list(requests),
-                self._vocab_size,
-                self._eos_token_ids,
-                device,
-                batch,
-                draw if draw is not None and draw.suits(device) else None,
+                list(requests), self._vocab_size, self._eos_token_ids, device, batch, self._ops
             )
         return Draws(batch, positions)
 
@@ -146,19 +137,23 @@ class _Batch:
         eos_token_ids: frozenset[int],
         device: torch.device,
         previous: "_Batch | None",
-        device_draw: DeviceDraw | None,
+        ops: Ops,
     ) -> None:
         self.requests = requests
         self.device = device
-        self._device_draw = device_draw
+        self._ops = ops
+        self._device_draw = device_draw_of(ops, device)
         self._vocab_size = vocab_size
         self.penalties: Penalties = Penalties(requests, previous.penalties if previous else None)
         self._bias = _bias(requests, vocab_size, device)
         self._banned = _banned(requests, vocab_size, eos_token_ids)
         drawn = [row for row, r in enumerate(requests) if not _is_greedy(r.sampling)]
-        # Rows without top_k and top_p are drawn apart, to spare them the search for the largest;
-        # and rows with top_k, since the device's operator takes it for all rows or none.
-        kinds = [_kind(requests[row].sampling, vocab_size) for row in drawn]
+        # The device's operator takes top_k for all rows or none, and rows without top_k and top_p
+        # are spared its search for the largest.
+        kinds = [
+            _kind(requests[row].sampling, vocab_size) if self.draws_on_device else 0
+            for row in drawn
+        ]
         groups = [[r for r, k in zip(drawn, kinds, strict=True) if k == kind] for kind in range(3)]
         self._groups = [self._group(rows) for rows in groups if rows]
         self._logprob_rows = [
@@ -213,7 +208,7 @@ class _Batch:
         if len(self._groups) == 1 and self._groups[0].rows is None:
             return self._draw(self._groups[0], logits, numbers[0])
         # One argmax of all rows costs less than gathering the greedy ones.
-        token_ids = logits.argmax(dim=-1)
+        token_ids = self._ops.argmax(logits)
         for group, group_numbers in zip(self._groups, numbers, strict=True):
             token_ids[group.rows] = self._draw(group, logits[group.rows], group_numbers)
         return token_ids
@@ -235,7 +230,7 @@ class _Batch:
         everything = len(rows) == len(self.requests)
         return _Group(
             None if everything else torch.tensor(rows, device=self.device),
-            DrawParams.of(
+            draw_params(
                 [r.sampling for r in requests],
                 self._vocab_size,
                 self.device,
@@ -248,7 +243,7 @@ class _Batch:
     def _draw(self, group: _Group, logits: Tensor, numbers: Tensor) -> Tensor:
         if self._device_draw is not None:
             return self._device_draw(logits, group.params, numbers)
-        return draw(logits, group.params, numbers.to(self.device))
+        return self._ops.draw(logits, group.params, numbers.to(self.device))
 
 
 def _is_greedy(sampling: SamplingParams) -> bool:

@@ -21,7 +21,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.device_draw import DeviceDraw
 from engine.grammar import TokenMasks
 from engine.layers.attention import OnLayer
 from engine.logprobs import TokenLogprobs
@@ -29,6 +28,7 @@ from engine.request import Request
 from engine.sampling import Sampler
 from engine.scheduler import Scheduler
 from engine.scheduler_output import ScheduledRequest
+from kernels.ops import Ops
 
 Masks = Callable[[Sequence[Request]], TokenMasks | None]
 """The grammars' masks for the next token of the requests."""
@@ -95,17 +95,17 @@ class Verifier:
         scheduler: Scheduler,
         vocab_size: int,
         eos_token_ids: frozenset[int],
+        ops: Ops,
         masks: Masks | None = None,
-        device_draw: DeviceDraw | None = None,
     ) -> None:
-        """device_draw: see Sampler."""
+        """ops: see Sampler."""
         self._scheduler = scheduler
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._masks = masks
         # One per place behind the newest token: each keeps what belongs to its own requests.
-        self._device_draw = device_draw
-        self._samplers = [Sampler(vocab_size, eos_token_ids, device_draw)]
+        self._ops = ops
+        self._samplers = [Sampler(vocab_size, eos_token_ids, ops)]
 
     def run(self, scheduled: Sequence[ScheduledRequest], logits: Tensor) -> list[SampledTokens]:
         """Sample and `Scheduler.update`, for each entry that samples, in order.
@@ -147,7 +147,7 @@ class Verifier:
 
     def _sampler(self, place: int) -> Sampler:
         if place == len(self._samplers):
-            self._samplers.append(Sampler(self._vocab_size, self._eos_token_ids, self._device_draw))
+            self._samplers.append(Sampler(self._vocab_size, self._eos_token_ids, self._ops))
         return self._samplers[place]
 
 

@@ -37,6 +37,7 @@ from kernels.ascend.prolog import NpuLatentProlog
 from kernels.ascend.queue import StreamQueue, mark
 from kernels.ascend.streams import prefetch
 from kernels.device_queue import Wait
+from kernels.drawing import DrawParams, draw
 from kernels.experts import (
     ExchangeGroup,
     ExchangeSizes,
@@ -451,6 +452,14 @@ class NpuOps:
     def top_k_top_p(self, logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
         """See `Ops.top_k_top_p`."""
         return sampling.top_k_top_p(logits, top_k, top_p)
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """See `Ops.argmax`."""
+        return logits.argmax(dim=-1)
+
+    def draw(self, logits: Tensor, params: DrawParams, numbers: Tensor) -> Tensor:
+        """See `Ops.draw`."""
+        return draw(logits, params, numbers)
 
     def queue(self) -> StreamQueue:
         """See `Ops.queue`."""

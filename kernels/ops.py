@@ -19,6 +19,7 @@ from kernels.cpu.ops import load
 from kernels.cpu.options import DEFAULT_OPTIONS as DEFAULT_CPU_OPTIONS
 from kernels.cpu.options import CpuOptions
 from kernels.device_queue import DeviceQueue, Wait
+from kernels.drawing import DrawParams
 from kernels.experts import ExchangeGroup, ExchangeSizes, ExpertDispatch, GatedExperts
 from kernels.gating import Gating
 from kernels.kv_cache import KVCache
@@ -387,6 +388,14 @@ class Ops(Protocol):
         int32 from 1 to max_top_k; top_p: [S] float32 from 0 to 1; one of them may be None.
         Shaped like npu_top_k_top_p.
         """
+        ...
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """Where the largest of each row is, the first of equals. [S, V] float32 -> [S] int64."""
+        ...
+
+    def draw(self, logits: Tensor, params: DrawParams, numbers: Tensor) -> Tensor:
+        """Draw a token per row; see `kernels.drawing.draw`. All is on the host."""
         ...
 
     def queue(self) -> DeviceQueue:

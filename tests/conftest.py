@@ -8,9 +8,14 @@ from pathlib import Path
 
 import pytest
 import ray
+from hypothesis import HealthCheck, settings
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+
+# Examples that a busy machine is slow to make are no failure.
+settings.register_profile("pdserve", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("pdserve")
 
 ROOT = Path(__file__).parent
 FIRST = ("pdserve", "integration")

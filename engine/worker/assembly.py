@@ -8,7 +8,6 @@ from pathlib import Path
 from engine.adapters import Adapters
 from engine.ahead import AheadSteps
 from engine.block_manager import BlockManager
-from engine.device_draw import device_draw_of
 from engine.grammar import Grammars
 from engine.kv_events import KVEventLog
 from engine.mtp import DraftingModel, MTPDrafter
@@ -158,8 +157,7 @@ def build_engine(
 
     def sampler(scheduler: Scheduler) -> RankSampler:
         vocab_size, masks = model_config.vocab_size, grammars.next_masks
-        draw = device_draw_of(part.ops)
-        verifier = Verifier(scheduler, vocab_size, eos_token_ids, masks, draw)
+        verifier = Verifier(scheduler, vocab_size, eos_token_ids, part.ops, masks)
         model = part.model if leading is None else leading.model
         return RankSampler(verifier, _drafter(config, model, scheduler, memory))
 

@@ -216,4 +216,25 @@ void sum_of_experts(const float* rows, int64_t dim, const int64_t* index, const 
 
 void add(const float* x, const float* y, int64_t count, float* out);
 
+struct LogitRows {
+  const float* logits;
+  int64_t ld, count, vocab_size;
+};
+
+// tokens: [count], the first of the largest of each row; NaN is no number to it.
+void argmax(const LogitRows& rows, int64_t* tokens);
+
+// Options are by row. See kernels.drawing.
+struct DrawArgs {
+  LogitRows rows;
+  const float* inverse_temperature;
+  const float* log_min_p;  // or null
+  const int64_t* top_k;    // or null; vocab_size: off
+  const double* top_p;     // or null; 1: off
+  const double* numbers;   // in [0, 1)
+  int64_t* tokens;         // in range whatever the logits are
+};
+
+void draw(const DrawArgs& args);
+
 }  // namespace pdserve

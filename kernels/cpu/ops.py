@@ -13,6 +13,7 @@ from kernels.cpu.build import build
 from kernels.cpu.fakes import register_fakes
 from kernels.cpu.options import DEFAULT_OPTIONS, CpuOptions
 from kernels.device_queue import ThreadQueue, Wait, nothing_to_wait_for
+from kernels.drawing import DrawParams
 from kernels.experts import ExchangeGroup, ExchangeSizes, ExpertsByParts, GroupedProduct
 from kernels.gating import Gating
 from kernels.kv_cache import KVCache, tensors_of
@@ -433,6 +434,19 @@ class CpuOps:
     def top_k_top_p(self, logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
         """See `Ops.top_k_top_p`."""
         return top_k_top_p(logits, top_k, top_p)
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """See `Ops.argmax`; a NaN is never the largest."""
+        result: Tensor = torch.ops.pdserve_cpu.argmax(logits)
+        return result
+
+    def draw(self, logits: Tensor, params: DrawParams, numbers: Tensor) -> Tensor:
+        """See `Ops.draw`; a NaN is never drawn."""
+        p = params
+        result: Tensor = torch.ops.pdserve_cpu.draw(
+            logits, p.inverse_temperature, p.log_min_p, p.top_k, p.top_p, numbers
+        )
+        return result
 
     def queue(self) -> ThreadQueue:
         """See `Ops.queue`."""

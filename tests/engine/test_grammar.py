@@ -15,6 +15,7 @@ from engine.grammar import Grammars
 from engine.request import Request, SamplingParams
 from engine.sampling import Sampler
 from engine.weights.vocabulary import Vocabulary, load_vocabulary
+from kernels.reference import ReferenceOps
 from tests.oracle import packaged_model_path
 
 EOS = 256
@@ -46,7 +47,7 @@ def make_request(grammar: str = GRAMMAR, seed: int = 0, **sampling: object) -> R
 
 
 def step(grammars: Grammars, requests: list[Request]) -> None:
-    sampler = Sampler(VOCAB_SIZE, frozenset({EOS}))
+    sampler = Sampler(VOCAB_SIZE, frozenset({EOS}), ReferenceOps())
     grammars.prepare(requests)
     generator = torch.Generator().manual_seed(requests[0].num_tokens)
     logits = torch.randn(len(requests), VOCAB_SIZE, generator=generator) * 3
@@ -90,7 +91,7 @@ def test_a_grammar_that_forces_tokens_is_matched_too() -> None:
 def test_rows_without_a_grammar_are_left_alone() -> None:
     grammars = make_grammars()
     free, bound = make_request("", 1), make_request(seed=2)
-    sampler = Sampler(VOCAB_SIZE, frozenset({EOS}))
+    sampler = Sampler(VOCAB_SIZE, frozenset({EOS}), ReferenceOps())
     logits = torch.randn(2, VOCAB_SIZE)
     grammars.prepare([free, bound])
     masks = grammars.masks([free, bound])
@@ -99,7 +100,9 @@ def test_rows_without_a_grammar_are_left_alone() -> None:
     together = sampler.sample(logits, [free, bound], masks)
     assert (
         together.token_ids[0]
-        == Sampler(VOCAB_SIZE, frozenset({EOS})).sample(logits[:1], [free]).token_ids[0]
+        == Sampler(VOCAB_SIZE, frozenset({EOS}), ReferenceOps())
+        .sample(logits[:1], [free])
+        .token_ids[0]
     )
     assert VOCABULARY.token_bytes[together.token_ids[1]].startswith((b"{", b" ", b"\n"))
     assert grammars.masks([free]) is None
@@ -123,7 +126,7 @@ def test_without_a_vocabulary_grammars_fail_and_say_why() -> None:
     def load() -> Vocabulary:
         raise WeightsError("no tokenizer.json")
 
-    grammars = Grammars(load, VOCAB_SIZE, frozenset({EOS}))
+    grammars = Grammars(load, VOCAB_SIZE, frozenset({EOS}), ReferenceOps())
     request = make_request()
     step(grammars, [request])
     assert grammars.error(request.key) == "no tokenizer.json"

@@ -13,6 +13,7 @@ from engine.draw import uniforms
 from engine.logprobs import top_logprobs
 from engine.request import Request, SamplingParams
 from engine.sampling import Sampler, SamplerOutput
+from kernels.ops import Ops, select_ops
 
 EOS = frozenset({3})
 
@@ -22,8 +23,17 @@ def make_request(prompt=(1, 2), output=(), **params) -> Request:
     return Request("r", 0, token_ids, len(prompt), SamplingParams(**params))
 
 
-def sample(logits: torch.Tensor, requests: list[Request]) -> SamplerOutput:
-    return Sampler(logits.shape[1], EOS).sample(logits, requests)
+@pytest.fixture(scope="module", params=["reference", "cpu"])
+def ops(request) -> Ops:
+    return select_ops(request.param)
+
+
+@pytest.fixture(scope="module")
+def sample(ops):
+    def sample_once(logits: torch.Tensor, requests: list[Request]) -> SamplerOutput:
+        return Sampler(logits.shape[1], EOS, ops).sample(logits, requests)
+
+    return sample_once
 
 
 def random_logits(num_rows: int, vocab_size: int, seed: int = 0, scale: float = 3.0):
@@ -126,7 +136,7 @@ def assert_is_reference(chosen: int, logits: np.ndarray, request: Request) -> No
 
 @settings(deadline=None, max_examples=250)
 @given(data=st.data(), vocab_size=st.sampled_from([12, 130, 400]))
-def test_any_mix_of_options_draws_the_reference_tokens(data, vocab_size):
+def test_any_mix_of_options_draws_the_reference_tokens(sample, data, vocab_size):
     num_rows = data.draw(st.integers(1, 6))
     logits = random_logits(num_rows, vocab_size, data.draw(st.integers(0, 1000)))
     tokens = st.lists(st.integers(0, vocab_size - 1), max_size=6)
@@ -146,7 +156,7 @@ def test_any_mix_of_options_draws_the_reference_tokens(data, vocab_size):
 
 @settings(deadline=None, max_examples=100)
 @given(data=st.data())
-def test_a_row_draws_the_same_token_in_any_batch(data):
+def test_a_row_draws_the_same_token_in_any_batch(sample, data):
     vocab_size = 700
     logits = random_logits(6, vocab_size, data.draw(st.integers(0, 1000)))
     requests = [make_request(**data.draw(all_params(vocab_size))) for _ in range(6)]
@@ -158,22 +168,22 @@ def test_a_row_draws_the_same_token_in_any_batch(data):
     assert alone == together
 
 
-def test_greedy_is_the_argmax():
+def test_greedy_is_the_argmax(sample):
     logits = random_logits(5, 50)
     assert sample(logits, [make_request() for _ in range(5)]).token_ids == logits.argmax(1).tolist()
 
 
-def test_a_temperature_of_almost_zero_is_the_argmax():
+def test_a_temperature_of_almost_zero_is_the_argmax(sample):
     logits = random_logits(2, 50)
     requests = [make_request(temperature=t, top_p=0.9) for t in (1e-6, 1e-38)]
     assert sample(logits, requests).token_ids == logits.argmax(1).tolist()
 
 
-def test_an_empty_batch_gives_nothing():
+def test_an_empty_batch_gives_nothing(sample):
     assert sample(torch.empty(0, 8), []) == SamplerOutput([], [])
 
 
-def test_logits_of_another_shape_are_refused():
+def test_logits_of_another_shape_are_refused(sample):
     with pytest.raises(ValueError, match=r"logits are \[1, 8\], expected \[2, 8\]"):
         sample(torch.zeros(1, 8), [make_request(), make_request()])
 
@@ -207,7 +217,7 @@ def test_random_numbers_are_even_over_positions_and_over_seeds():
         {"temperature": 1.0, "min_p": 0.1, "top_k": 6, "top_p": 0.95},
     ],
 )
-def test_draws_follow_the_distribution(params):
+def test_draws_follow_the_distribution(sample, params):
     count, vocab_size = 8000, 10
     row = random_logits(1, vocab_size, seed=4, scale=1.5)
     requests = [make_request(seed=seed, **params) for seed in range(count)]
@@ -220,7 +230,7 @@ def test_draws_follow_the_distribution(params):
     assert ((observed[kept] - expected[kept]) ** 2 / expected[kept]).sum() < 33.7
 
 
-def test_another_position_draws_another_number():
+def test_another_position_draws_another_number(sample):
     logits = torch.zeros(1, 1000)
     drawn = {
         sample(logits, [make_request(prompt=[1] * n, temperature=1.0, seed=9)]).token_ids[0]
@@ -229,7 +239,7 @@ def test_another_position_draws_another_number():
     assert len(drawn) > 30
 
 
-def test_a_flat_nucleus_wider_than_the_candidates_is_exact():
+def test_a_flat_nucleus_wider_than_the_candidates_is_exact(sample):
     vocab_size = 6000
     logits = random_logits(3, vocab_size, seed=1, scale=0.4)
     for top_p in (0.3, 0.9, 0.999):
@@ -238,14 +248,14 @@ def test_a_flat_nucleus_wider_than_the_candidates_is_exact():
             assert_is_reference(token_id, logits[row].numpy(), requests[row])
 
 
-def test_equal_logits_at_the_cut_are_all_kept():
+def test_equal_logits_at_the_cut_are_all_kept(sample):
     logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0]])
     requests = [make_request(temperature=1.0, top_k=2, seed=seed) for seed in range(300)]
     drawn = sample(logits.expand(300, -1).contiguous(), requests).token_ids
     assert set(drawn) == {0, 1, 2, 3}
 
 
-def test_a_token_without_probability_is_never_drawn():
+def test_a_token_without_probability_is_never_drawn(sample):
     logits = torch.full((400, 300), -math.inf)
     logits[:, 7] = 1.0
     logits[:, 250] = 0.0
@@ -253,16 +263,16 @@ def test_a_token_without_probability_is_never_drawn():
     assert set(sample(logits, requests).token_ids) == {7, 250}
 
 
-def test_a_row_in_which_everything_is_banned_still_gives_a_token():
+def test_a_row_in_which_everything_is_banned_still_gives_a_token(sample):
     logits = torch.full((2, 300), -math.inf)
     requests = [make_request(temperature=1.0, top_p=0.5), make_request()]
     assert all(0 <= token_id < 300 for token_id in sample(logits, requests).token_ids)
 
 
-def test_min_tokens_bans_what_would_end_the_request_until_it_is_reached():
+def test_min_tokens_bans_what_would_end_the_request_until_it_is_reached(sample, ops):
     logits = torch.tensor([[0.0, 1.0, 2.0, 9.0, 8.0]])
     request = make_request(min_tokens=2, stop_token_ids=frozenset({4, 77}))
-    sampler = Sampler(5, EOS)
+    sampler = Sampler(5, EOS, ops)
     for _ in range(2):
         assert sampler.sample(logits, [request]).token_ids == [2]
         request.token_ids.append(2)
@@ -271,15 +281,15 @@ def test_min_tokens_bans_what_would_end_the_request_until_it_is_reached():
     assert sample(logits, [ignoring]).token_ids == [3]
 
 
-def test_logit_bias_forces_and_bans():
+def test_logit_bias_forces_and_bans(sample):
     logits = torch.tensor([[0.0, 1.0, 2.0]]).expand(2, -1).contiguous()
     requests = [make_request(logit_bias={0: 100.0, 999: 100.0}), make_request(logit_bias={2: -100})]
     assert sample(logits, requests).token_ids == [0, 1]
 
 
-def test_penalties_keep_up_with_a_request_over_steps_and_changing_batches():
+def test_penalties_keep_up_with_a_request_over_steps_and_changing_batches(ops):
     vocab_size = 40
-    sampler = Sampler(vocab_size, EOS)
+    sampler = Sampler(vocab_size, EOS, ops)
     params = {"repetition_penalty": 1.4, "presence_penalty": 0.3, "frequency_penalty": 0.8}
     requests = [make_request([5, 6, 5], seed=seed, **params) for seed in range(4)]
     requests.append(make_request([5, 6, 5], frequency_penalty=1.5))
@@ -293,7 +303,7 @@ def test_penalties_keep_up_with_a_request_over_steps_and_changing_batches():
             batch[row].token_ids.append(token_id)
 
 
-def test_logprobs_are_those_of_the_raw_logits():
+def test_logprobs_are_those_of_the_raw_logits(sample):
     logits = random_logits(4, 30)
     requests = [
         make_request(num_logprobs=2),
@@ -322,7 +332,7 @@ def test_top_logprobs_asked_for_more_than_the_vocabulary_gives_all_of_it():
     assert top_logprobs(torch.zeros(0, 3), [], 2) == []
 
 
-def test_a_stream_continues_unchanged_on_another_sampler():
+def test_a_stream_continues_unchanged_on_another_sampler(ops):
     vocab_size = 64
     params = {"temperature": 1.0, "seed": 2**64 - 5, "top_p": 0.9, "frequency_penalty": 0.5}
 
@@ -332,9 +342,9 @@ def test_a_stream_continues_unchanged_on_another_sampler():
             request.token_ids += sampler.sample(logits, [request]).token_ids
 
     whole = make_request(**params)
-    run(whole, Sampler(vocab_size, EOS), 30)
+    run(whole, Sampler(vocab_size, EOS, ops), 30)
     first = make_request(**params)
-    run(first, Sampler(vocab_size, EOS), 11)
+    run(first, Sampler(vocab_size, EOS, ops), 11)
     second = make_request(output=first.token_ids[2:], **params)
-    run(second, Sampler(vocab_size, EOS), 19)
+    run(second, Sampler(vocab_size, EOS, ops), 19)
     assert second.token_ids == whole.token_ids
