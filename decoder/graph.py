@@ -15,6 +15,7 @@ one of them cannot capture, none replays. Which graph they replay, the leader sa
 
 import importlib
 import logging
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -67,7 +68,9 @@ class GraphBackend(Protocol):
 
     @property
     def num_compiles(self) -> int:
-        """Compilations and captures so far; one while serving is a mistake, and shows."""
+        """Compilations and captures so far, whoever caused them; one while serving is a mistake,
+        and shows.
+        """
         ...
 
     @property
@@ -173,6 +176,7 @@ class GraphRunner:
         if reason := _changes_while_serving(self._parallel):
             self._stay_eager(reason)
             return
+        started_s = time.monotonic()
         for done, size in enumerate(reversed(self._sizes)):
             report("capturing graphs", done / len(self._sizes))
             if problem := self._capture(self._backend, size):
@@ -180,6 +184,7 @@ class GraphRunner:
                 break
         else:
             self._why_not = ""
+            self.stats.capture_s = time.monotonic() - started_s
             self._say_what_is_there(self._backend)
         self._num_compiles_at_start = self._backend.num_compiles
 
@@ -187,10 +192,11 @@ class GraphRunner:
         self.stats.num_graphs = len(self._graphs)
         self.stats.num_graph_bytes = backend.num_bytes
         _log.info(
-            "%d %s graphs of up to %d rows take %.1f MB",
+            "%d %s graphs of up to %d rows, made in %.2f s, take %.1f MB",
             len(self._graphs),
             backend.name,
             self._sizes[-1],
+            self.stats.capture_s,
             backend.num_bytes / 1e6,
         )
 

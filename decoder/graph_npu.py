@@ -24,6 +24,7 @@ import torch
 import torch_npu
 import torch_npu.dynamo.torchair
 from torch import Tensor, nn
+from torch._dynamo.utils import counters as dynamo_counters
 from torch._functorch import config as functorch
 from torchair import CompilerConfig
 from torchair.ge._ge_graph import GeGraph
@@ -168,7 +169,12 @@ class TorchairBackend:
         folder = cache_folder or Path.home() / ".cache" / "pdserve" / "torchair"
         self.folder = folder / _digest(model, cache_key, self._parallel)
         """Where compiled graphs are kept."""
-        self.num_compiles = 0
+        self._num_graphs_before = _num_traced()
+
+    @property
+    def num_compiles(self) -> int:
+        """Graphs that this process has traced since; those that came from disk are not."""
+        return _num_traced() - self._num_graphs_before
 
     def batch_sizes(self, max_num_rows: int) -> Sequence[int]:
         """Few: each takes a minute or so to compile on hardware, once."""
@@ -206,8 +212,15 @@ class TorchairBackend:
         # the environment says CI. The graph is ordered by what it returns, so it is needed.
         with functorch.patch(error_on_custom_op_aliasing=False), counters.aside():
             _compile(replay, agree)  # what is not compiled by now would be while serving
-        self.num_compiles += 1
         return replay
+
+
+def _num_traced() -> int:
+    """Graphs that dynamo has handed to a compiler in this process, TorchAir or another.
+
+    NOTE: not its callbacks on_compile_start: torch._dynamo.reset() drops them.
+    """
+    return int(dynamo_counters["stats"]["unique_graphs"])
 
 
 def _compile(run: Callable[[], Tensor], agree: Callable[[], None]) -> None:

@@ -74,11 +74,13 @@ class ForwardStats:
     num_replays: int = 0
     """By a captured graph."""
     num_recompiles: int = 0
-    """Compilations and captures while serving: stays 0."""
+    """Compilations and captures while serving, whoever caused them: stays 0."""
     num_graphs: int = 0
     """That were captured."""
     num_graph_bytes: int = 0
     """Of the host's memory that they take, as far as that is known."""
+    capture_s: float = 0.0
+    """What capturing or compiling all of them took."""
     eager: Counter[str] = field(default_factory=Counter)
     """By the model's own code, by reason."""
 

@@ -47,7 +47,7 @@ class StartProgress:
     def show_worker(self, entry: worker_pb2.WorkerEntry) -> None:
         """Update the bar of a worker."""
         if entry.state == worker_pb2.WORKER_READY:
-            self.show(entry.engine_id, "ready", 1.0)
+            self.show(entry.engine_id, entry.phase, 1.0)
         else:
             # A phase that has not counted anything yet only moves.
             self.show(entry.engine_id, entry.phase, min(entry.progress, 0.999) or None)

@@ -1215,6 +1215,7 @@ class WorkerStats(_message.Message):
     EAGER_STEPS_FIELD_NUMBER: _builtins.int
     NUM_GRAPHS_FIELD_NUMBER: _builtins.int
     NUM_GRAPH_BYTES_FIELD_NUMBER: _builtins.int
+    GRAPH_CAPTURE_S_FIELD_NUMBER: _builtins.int
     NUM_AHEAD_STEPS_FIELD_NUMBER: _builtins.int
     NUM_DISCARDED_TOKENS_FIELD_NUMBER: _builtins.int
     WAITING_STEPS_FIELD_NUMBER: _builtins.int
@@ -1265,6 +1266,8 @@ class WorkerStats(_message.Message):
     """captured before the worker served"""
     num_graph_bytes: _builtins.int
     """of the host's memory that they take; 0: unknown"""
+    graph_capture_s: _builtins.float
+    """what capturing or compiling them took"""
     num_ahead_steps: _builtins.int
     """launched while the step before them ran"""
     num_discarded_tokens: _builtins.int
@@ -1345,6 +1348,7 @@ class WorkerStats(_message.Message):
         eager_steps: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         num_graphs: _builtins.int = ...,
         num_graph_bytes: _builtins.int = ...,
+        graph_capture_s: _builtins.float = ...,
         num_ahead_steps: _builtins.int = ...,
         num_discarded_tokens: _builtins.int = ...,
         waiting_steps: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
@@ -1365,7 +1369,7 @@ class WorkerStats(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["collectives", b"collectives", "eager_steps", b"eager_steps", "engine_id", b"engine_id", "expert_imbalance", b"expert_imbalance", "failures", b"failures", "incarnation", b"incarnation", "kv_block_bytes", b"kv_block_bytes", "kv_cache_dtype", b"kv_cache_dtype", "num_accepted_tokens", b"num_accepted_tokens", "num_ahead_steps", b"num_ahead_steps", "num_blocks", b"num_blocks", "num_computed_tokens", b"num_computed_tokens", "num_discarded_tokens", b"num_discarded_tokens", "num_draft_steps", b"num_draft_steps", "num_draft_tokens", b"num_draft_tokens", "num_expired_leases", b"num_expired_leases", "num_free_blocks", b"num_free_blocks", "num_generated_tokens", b"num_generated_tokens", "num_graph_bytes", b"num_graph_bytes", "num_graph_recompiles", b"num_graph_recompiles", "num_graph_replays", b"num_graph_replays", "num_graphs", b"num_graphs", "num_held_blocks", b"num_held_blocks", "num_leases", b"num_leases", "num_moved_experts", b"num_moved_experts", "num_pending_tokens", b"num_pending_tokens", "num_preemptions", b"num_preemptions", "num_promoted_blocks", b"num_promoted_blocks", "num_prompt_tokens", b"num_prompt_tokens", "num_quarantined_blocks", b"num_quarantined_blocks", "num_running", b"num_running", "num_saved_bytes", b"num_saved_bytes", "num_stale_messages", b"num_stale_messages", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "pools", b"pools", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "rank_busy_s", b"rank_busy_s", "role", b"role", "tiers", b"tiers", "transfers", b"transfers", "waiting_steps", b"waiting_steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["collectives", b"collectives", "eager_steps", b"eager_steps", "engine_id", b"engine_id", "expert_imbalance", b"expert_imbalance", "failures", b"failures", "graph_capture_s", b"graph_capture_s", "incarnation", b"incarnation", "kv_block_bytes", b"kv_block_bytes", "kv_cache_dtype", b"kv_cache_dtype", "num_accepted_tokens", b"num_accepted_tokens", "num_ahead_steps", b"num_ahead_steps", "num_blocks", b"num_blocks", "num_computed_tokens", b"num_computed_tokens", "num_discarded_tokens", b"num_discarded_tokens", "num_draft_steps", b"num_draft_steps", "num_draft_tokens", b"num_draft_tokens", "num_expired_leases", b"num_expired_leases", "num_free_blocks", b"num_free_blocks", "num_generated_tokens", b"num_generated_tokens", "num_graph_bytes", b"num_graph_bytes", "num_graph_recompiles", b"num_graph_recompiles", "num_graph_replays", b"num_graph_replays", "num_graphs", b"num_graphs", "num_held_blocks", b"num_held_blocks", "num_leases", b"num_leases", "num_moved_experts", b"num_moved_experts", "num_pending_tokens", b"num_pending_tokens", "num_preemptions", b"num_preemptions", "num_promoted_blocks", b"num_promoted_blocks", "num_prompt_tokens", b"num_prompt_tokens", "num_quarantined_blocks", b"num_quarantined_blocks", "num_running", b"num_running", "num_saved_bytes", b"num_saved_bytes", "num_stale_messages", b"num_stale_messages", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "pools", b"pools", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "rank_busy_s", b"rank_busy_s", "role", b"role", "tiers", b"tiers", "transfers", b"transfers", "waiting_steps", b"waiting_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

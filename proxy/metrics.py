@@ -64,6 +64,11 @@ _GAUGES: tuple[tuple[str, str, Callable[[worker_pb2.WorkerStats], float]], ...] 
         lambda s: s.num_graph_bytes,
     ),
     (
+        "pdserve_graph_capture_seconds",
+        "What making the graphs took before the worker served",
+        lambda s: s.graph_capture_s,
+    ),
+    (
         "pdserve_layer_sharding_saved_bytes",
         "Bytes of weights that the leading rank need not hold",
         lambda s: s.num_saved_bytes,

@@ -180,6 +180,7 @@ def _worker_status(
         "num_graph_recompiles": stats.num_graph_recompiles,
         "num_graphs": stats.num_graphs,
         "num_graph_bytes": stats.num_graph_bytes,
+        "graph_capture_s": stats.graph_capture_s,
         "eager_steps": dict(stats.eager_steps),
         "num_ahead_steps": stats.num_ahead_steps,
         "num_discarded_tokens": stats.num_discarded_tokens,

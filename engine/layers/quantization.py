@@ -1,4 +1,7 @@
-"""Weights in fewer bits: quantised when the plain ones are packed, activations stay as they are."""
+"""Weights in fewer bits: quantised when the plain ones are packed.
+
+Whether activations are rounded for their products too is the ops' affair: the CPU's are.
+"""
 
 from collections.abc import Callable
 

@@ -17,7 +17,8 @@ from engine.weights.source import Index, SourceTensor
 from kernels.quantized import QuantizedForm, QuantizedWeight
 
 _AWQ = ("qweight", "qzeros", "scales")
-# What these formats store beside the weights for int8 activations; ours stay in float.
+# What these formats store beside the weights for int8 activations; ours, where they are rounded,
+# are so by their own largest.
 _ACTIVATIONS = ("input_scale", "input_offset", "deq_scale", "quant_bias", "input_zero_point")
 
 Parts = Mapping[str, SourceTensor]

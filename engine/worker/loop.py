@@ -136,6 +136,14 @@ class EngineLoop(Generic[RoleEventT, PoolT]):
         for pool in engine.pools:
             pool.tiers.start(pool.blocks, inbox.put)
 
+    @property
+    def summary(self) -> str:
+        """See `process.Loop`."""
+        forward = self._counters.forward
+        if not forward.num_graphs:
+            return ""
+        return f"{forward.num_graphs} graphs in {forward.capture_s:.1f} s"
+
     def run(self) -> None:
         """Work until a Stop event."""
         while not self._stopping:

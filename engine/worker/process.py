@@ -34,6 +34,11 @@ Report = Callable[[str, float], None]
 class Loop(Protocol):
     """An engine loop as its process sees it."""
 
+    @property
+    def summary(self) -> str:
+        """What was made at the start and is worth showing beside its state; empty: nothing."""
+        ...
+
     def run(self) -> None:
         """Work until asked to stop; called on the process's engine thread."""
         ...
@@ -126,7 +131,8 @@ class WorkerProcess:
             with self._serve(start) as loop:
                 with self._lock:
                     self._loop = loop
-                self._update(address=address, state="ready", phase="serving", progress=1.0)
+                phase = f"serving, {loop.summary}" if loop.summary else "serving"
+                self._update(address=address, state="ready", phase=phase, progress=1.0)
                 self._run(loop)
         except Exception as error:
             _log.exception("worker %s could not start", self._config.engine_id)

@@ -41,6 +41,7 @@ def build_stats(engine: Engine, num_pending: Sequence[int]) -> worker_pb2.Worker
         num_graph_recompiles=counters.forward.num_recompiles,
         num_graphs=counters.forward.num_graphs,
         num_graph_bytes=counters.forward.num_graph_bytes,
+        graph_capture_s=counters.forward.capture_s,
         eager_steps=dict(counters.forward.eager),
         num_ahead_steps=counters.ahead.num_ahead,
         num_discarded_tokens=counters.ahead.num_discarded,

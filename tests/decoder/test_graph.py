@@ -1,13 +1,15 @@
 """Decoding by replayed graphs gives the bits that the model's own forward pass gives."""
 
-from collections.abc import Sequence
+import logging
+import re
+from collections.abc import Callable, Sequence
 
 import pytest
 from torch import Tensor
 
-from decoder.graph import GraphRunner, select_backend
+from decoder.graph import ForwardFn, GraphRunner, select_backend
 from decoder.native_graph import NativeBackend
-from engine.batch import KVBatch
+from engine.batch import Batch, KVBatch
 from engine.colocated import ColocatedEngine
 from engine.layers.attention import OnLayer
 from engine.models import CausalLM
@@ -85,6 +87,39 @@ def test_nothing_is_captured_while_serving(model: CausalLM, ops: Ops) -> None:
     backend = FewSizes()
     _, graphs = generate(model, ops, backend)
     assert (backend.num_compiles, graphs.stats.num_recompiles) == (2, 0)
+
+
+class CompilesLate(FewSizes):
+    """One of its graphs is compiled anew when it is replayed for the first time."""
+
+    def capture(
+        self, forward: ForwardFn, batch: Batch, agree: Callable[[], None]
+    ) -> Callable[[], Tensor]:
+        replay, size = super().capture(forward, batch, agree), len(batch.input_ids)
+        late = [size] if size == 2 else []
+
+        def compile_and_replay() -> Tensor:
+            self.num_compiles += len(late)
+            late.clear()
+            return replay()
+
+        return compile_and_replay
+
+
+def test_a_graph_that_is_compiled_while_serving_is_counted(model: CausalLM, ops: Ops) -> None:
+    _, graphs = generate(model, ops, CompilesLate())
+    assert graphs.stats.num_replays > 1
+    assert graphs.stats.num_recompiles == 1
+
+
+def test_what_capturing_took_is_said(
+    model: CausalLM, ops: Ops, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "decoder.graph"):
+        _, graphs = generate(model, ops, FewSizes())
+    assert graphs.stats.capture_s > 0
+    said = r"2 native graphs of up to 6 rows, made in \d+\.\d\d s, take \d+\.\d MB"
+    assert re.fullmatch(said, caplog.messages[-1])
 
 
 class Halved:

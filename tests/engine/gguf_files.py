@@ -12,8 +12,9 @@ from gguf import quants
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from bench.gguf_formats import gguf_writer, write_shape
+from bench.gguf_formats import gguf_writer, round_to, write_shape
 from kernels.ops import Ops
+from tests.engine.hf_comparison import LOGIT_TOLERANCE
 from tests.engine.tiny import (
     PoisonedCache,
     hf_logits,
@@ -76,12 +77,13 @@ def write_tensors(
     config: Any = hf.config
     arch, model_arch = ARCHITECTURES[type(hf).__name__]
     names = gguf.get_tensor_name_map(model_arch, config.num_hidden_layers)
+    block_size, _ = gguf.GGML_QUANT_SIZES[quantization]
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
 
     def add(name: str, values: Tensor) -> Tensor:
-        fits = values.dim() >= 2 and values.shape[-1] % 32 == 0
+        fits = values.dim() >= 2 and values.shape[-1] % max(32, block_size) == 0
         stored = quantization if fits else Type.F32
-        data = quants.quantize(values.contiguous().numpy(), stored)
+        data = round_to(values.contiguous().numpy(), stored)
         kept = torch.from_numpy(quants.dequantize(data, stored))
         for projection, num_heads in heads.items() if arch == "llama" else ():
             if f".{projection}." in name:
@@ -126,7 +128,7 @@ def assert_same_logits(path: Path, hf: PreTrainedModel, ops: Ops) -> None:
     token_ids = random_token_ids(40, 0)
     cache = PoisonedCache(model, num_blocks=8, block_size=8)
     (logits,) = logits_by_steps(model, cache, [token_ids], lambda _, left: left)
-    torch.testing.assert_close(logits, hf_logits(hf, token_ids), rtol=0, atol=1e-3)
+    torch.testing.assert_close(logits, hf_logits(hf, token_ids), rtol=0, atol=LOGIT_TOLERANCE)
 
 
 def _write_latent_metadata(writer: gguf.GGUFWriter, config: Any, *, is_split: bool) -> None:

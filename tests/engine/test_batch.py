@@ -2,7 +2,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.batch import BatchBuilder
+from engine.batch import Batch, BatchBuilder
 from engine.scheduler_output import ScheduledRequest
 from tests.engine.tiny import make_request
 
@@ -73,3 +73,35 @@ def test_buffers_grow_with_the_batch() -> None:
     assert batch.input_ids.tolist() == list(range(100)) * 200
     assert batch.kv.block_table[:, :25].tolist() == [list(range(25))] * 200
     assert len(batch.sample_rows) == 200
+
+
+def addresses(batch: Batch) -> list[int]:
+    kv = batch.kv
+    tensors = (
+        batch.input_ids,
+        batch.positions,
+        batch.sample_rows,
+        kv.slot_mapping,
+        kv.block_table,
+        kv.cu_seqlens_q,
+        kv.context_lens,
+    )
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+def test_every_step_lies_where_the_one_before_it_lay() -> None:
+    builder = BatchBuilder([], [], BLOCK_SIZE)
+    requests = [make_request(range(40)) for _ in range(8)]
+    for i, request in enumerate(requests):
+        request.block_ids = list(range(10 * i, 10 * i + 10))
+    batches = [builder.build([ScheduledRequest(request, 9) for request in requests])]
+    first = addresses(batches[0])
+    assert len(set(first)) == len(first)
+    for step in range(20):
+        running = requests[: 1 + step % 8]  # sequences come and go
+        for request in running:
+            request.num_computed_tokens += 1
+        batch = builder.build([ScheduledRequest(request, 1) for request in running])
+        batches.append(batch)  # NOTE: held, or another tensor might get the same memory
+        assert addresses(batch) == first
+        assert batch.positions.tolist() == [request.num_computed_tokens for request in running]

@@ -29,6 +29,7 @@ from tests.engine.gguf_files import (
     assert_same_logits,
     pairs_from_halves,
     tiny_gguf,
+    write_gguf,
     write_metadata,
     write_tensors,
 )
@@ -47,6 +48,25 @@ def test_a_model_stored_in_any_type_gives_the_logits_of_transformers(
 ) -> None:
     hf = tiny_gguf(tmp_path / "tiny.gguf", quantization)
     assert_same_logits(tmp_path / "tiny.gguf", hf, ops)
+
+
+@pytest.mark.parametrize(
+    "quantization", [Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K], ids=lambda q: q.name
+)
+def test_a_model_of_k_quants_gives_the_logits_of_the_dequantised_weights(
+    quantization: Type, ops: Ops, tmp_path: Path
+) -> None:
+    # Blocks have 256 values. Weights of this size keep logits near those of narrower models.
+    shape = {"hidden_size": 256, "intermediate_size": 256}
+    hf = tiny_hf_llama(**shape)
+    with torch.no_grad():
+        for parameter in hf.parameters():
+            parameter.mul_(0.5 if parameter.dim() == 2 else 1)
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, hf, quantization)
+    assert_same_logits(path, hf, ops)
+    kinds = {tensor.quantization for tensor in read_gguf(path).tensors if len(tensor.shape) == 2}
+    assert kinds == {quantization}
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import torch
 
 from kernels.ops import Ops
 from tests.kernels.paged import MIXED, PagedBatch, make_batch
+from tests.kernels.threads import COUNTS, computing_with
 from tests.kernels.tolerance import ATTENTION_TOLERANCE
 
 
@@ -69,20 +70,16 @@ def _decode_alone(batch: PagedBatch, seq: int, cpu: Ops) -> torch.Tensor:
     return batch.only(seq, 1, int(batch.context_lens[seq])).attend(cpu)[0]
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", COUNTS)
 def test_a_row_has_the_same_bits_alone_chunked_and_batched(cpu: Ops, threads: int) -> None:
     batch = make_batch(MIXED, num_heads=9, num_kv_heads=3, head_dim=64, block_size=32)
-    before = torch.get_num_threads()
     together = batch.attend(cpu)
-    torch.set_num_threads(threads)
-    try:
+    with computing_with(threads):
         for seq in range(len(MIXED)):
             last = int(batch.cu_seqlens_q[seq + 1]) - 1
             assert torch.equal(_decode_alone(batch, seq, cpu), together[last])
         chunks = [batch.only(2, 64, 64), batch.only(2, 7, 71), batch.only(2, 229, 300)]
         chunked = torch.cat([chunk.attend(cpu) for chunk in chunks])
-    finally:
-        torch.set_num_threads(before)
     assert torch.equal(chunked, together[2:302])
 
 

@@ -12,17 +12,9 @@ from kernels.cpu.ops import CpuOps
 from kernels.cpu.options import ActivationBits, CpuOptions
 from kernels.ops import GroupedLinear, Linear, Ops, select_ops
 from kernels.quantized import PaddedRows, QuantizedWeight, concat_rows, whole
+from tests.kernels.quantized_weights import FORMS, HALVES, make_weight
 
 SHAPES = [(576, 576), (100, 40), (33, 1000), (1, 1), (65, 64), (64, 65), (7, 257), (32, 256)]
-FORMS = {  # bits, group size, offsets, factors that float16 holds
-    "a scale per output": (8, 1 << 20, False, False),
-    "Q8_0": (8, 32, False, True),
-    "Q4_1": (4, 32, True, True),
-    "offsets of 8 bits": (8, 64, True, True),
-    "AWQ": (4, 128, True, False),
-    "small groups": (4, 8, False, True),
-}
-HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 BATCHES = (0, 1, 2, 3, 5, 8, 11, 12, 13, 31, 95, 97, 300)
 MOST_ROWS = 1100  # more than are rounded at a time
 
@@ -43,28 +35,6 @@ def activation_bits(ops: Ops, weight: QuantizedWeight) -> int:
     if ops.name == "reference" or weight.num_bits == 16:
         return 32
     return ops.options.activation_bits if isinstance(ops, CpuOps) and weight.num_bits == 4 else 16
-
-
-def make_weight(form: str, num_outputs: int, num_inputs: int, seed: int = 0) -> QuantizedWeight:
-    """Any value, and factors that bring outputs to order 1."""
-    if form in HALVES:
-        generator = torch.Generator().manual_seed(seed)
-        values = torch.randn(num_outputs, num_inputs, generator=generator) / num_inputs**0.5
-        return QuantizedWeight.of_halves(values.to(HALVES[form]))
-    num_bits, group_size, has_offset, is_half = FORMS[form]
-    generator = torch.Generator().manual_seed(seed)
-    group_size = min(group_size, num_inputs)
-    low, high = (0, 16) if num_bits == 4 else (-128, 128)
-    values = torch.randint(
-        low, high, (num_outputs, num_inputs), dtype=torch.int8, generator=generator
-    )
-    shape = (num_outputs, -(-num_inputs // group_size))
-    scale = (0.5 + torch.rand(shape, generator=generator)) / high / num_inputs**0.5
-    offset = -high / 2 * scale if has_offset else None
-    if is_half:
-        scale = scale.half().float()
-        offset = None if offset is None else offset.half().float()
-    return QuantizedWeight(values, scale, offset, group_size, num_bits)
 
 
 def tolerance(num_inputs: int) -> float:

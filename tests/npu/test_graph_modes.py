@@ -6,19 +6,27 @@ what was recorded, with the lengths that each task was last given.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch._functorch import config as functorch
 
 import tests.npu.ge  # noqa: F401  (stops TorchAir before the Graph Engine)
 from decoder.graph import GraphRunner, select_backend
-from decoder.graph_npu import DecodeStep, TorchairBackend, TorchairSettings, settings_of
+from decoder.graph_npu import (
+    DecodeStep,
+    ForwardFn,
+    TorchairBackend,
+    TorchairSettings,
+    settings_of,
+)
 from decoder.graph_sizes import plan_sizes
+from engine.batch import Batch
 from engine.parallel import Parallel
 from engine.parallel_config import ParallelConfig
 from engine.runner import ForwardMemory
@@ -87,6 +95,36 @@ def test_compiled_graphs_give_the_tokens_of_the_eager_model(
     assert tokens == expected
     assert graphs.stats.num_replays >= 9
     assert (backend.num_compiles, graphs.stats.num_recompiles) == (2, 0)
+
+
+class LosesOneGraph(FewTorchairSizes):
+    """Once it serves, it finds what dynamo compiled to be of another process."""
+
+    is_lost = False
+
+    def capture(
+        self, forward: ForwardFn, batch: Batch, agree: Callable[[], None]
+    ) -> Callable[[], Tensor]:
+        replay, size = super().capture(forward, batch, agree), len(batch.input_ids)
+
+        def lose_and_replay() -> Tensor:
+            if size == 1 and not self.is_lost:
+                self.is_lost = True
+                torch._dynamo.reset()
+            return replay()
+
+        return lose_and_replay
+
+
+def test_what_dynamo_compiles_while_serving_is_counted(tmp_path: Path) -> None:
+    ops = npu_ops()
+    model = family("qwen3", ops)
+    expected, _ = decode(model, ops, None)
+    backend = LosesOneGraph(model, cache_folder=tmp_path, settings=RunEagerly())
+    tokens, graphs = decode(model, ops, backend)
+    assert tokens == expected
+    assert backend.is_lost
+    assert graphs.stats.num_recompiles == 1
 
 
 def test_a_window_is_not_captured_but_run_eagerly_and_said() -> None:
