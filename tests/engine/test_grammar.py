@@ -126,7 +126,7 @@ def test_without_a_vocabulary_grammars_fail_and_say_why() -> None:
     def load() -> Vocabulary:
         raise WeightsError("no tokenizer.json")
 
-    grammars = Grammars(load, VOCAB_SIZE, frozenset({EOS}), ReferenceOps())
+    grammars = Grammars(load, VOCAB_SIZE, frozenset({EOS}))
     request = make_request()
     step(grammars, [request])
     assert grammars.error(request.key) == "no tokenizer.json"
