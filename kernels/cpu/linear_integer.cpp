@@ -3,8 +3,8 @@
 // Products of integers are summed over a run of inputs, exact; then they become floats, get their
 // scales, and join the sum of the runs before.
 //
-// NOTE: that sum is one chain of fused multiply-adds in ascending order, whatever the batch, the
-// tile and the instructions: the same bits.
+// NOTE: that sum is one chain of multiply-adds in ascending order, whatever the batch and the tile:
+// the same bits, also with other instructions that fuse them (all but those of x86 without AVX2).
 #include "activations.h"
 #include "integers.h"
 #include "panels.h"
