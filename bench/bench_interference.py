@@ -13,7 +13,7 @@ import statistics
 from dataclasses import replace
 from pathlib import Path
 
-from services import Service, add_peer_options, chosen_services
+from services import Service, add_peer_options, chosen_services, print_lacks
 
 from pdserve.load import LoadConfig, LoadResult, run_load
 
@@ -96,10 +96,12 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, default=Path("build/interference.json"))
     add_peer_options(parser)
     arguments = parser.parse_args()
+    services = chosen_services(arguments)
+    print_lacks(services)
     print("| service | ITL p50 quiet | p99 | p99 disturbed | ratio | rate kept | TTFT p50 |")
     print("|---|---|---|---|---|---|---|")
     results = {}
-    for service in chosen_services(arguments):
+    for service in services:
         result = results[service.name] = measure_service(service)
         quiet, disturbed = result["quiet"], result["disturbed"]
         print(

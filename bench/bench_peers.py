@@ -14,7 +14,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from services import Service, Target, add_peer_options, chosen_services, llama_cpp
+from services import Service, Target, add_peer_options, chosen_services, llama_cpp, print_lacks
 
 from pdserve.load import LoadConfig, run_load
 from pdserve.load_report import Values, summarize
@@ -87,6 +87,7 @@ def main() -> None:
     services = chosen_services(arguments, ["--model", arguments.model])
     if arguments.llama and re.search(arguments.only, "llama.cpp"):
         services += [llama_cpp(arguments.llama, gguf) for gguf in arguments.gguf]
+    print_lacks(services)
     print("| load | service | TTFT p50 ms | TPOT p50 ms | ITL p99 ms | tok/s | goodput | errors |")
     print("|---|---|---|---|---|---|---|---|")
     results = {service.name: measure_service(service, arguments.load) for service in services}
