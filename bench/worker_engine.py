@@ -166,16 +166,23 @@ class BenchEngine:
     """An engine as a decoder builds it, colocated: it prefills too."""
 
     def __init__(
-        self, model: str, threads: int, make_forward: MakeForward | None = None, **options: Any
+        self,
+        model: str | Path,
+        threads: int,
+        make_forward: MakeForward | None = None,
+        **options: Any,
     ) -> None:
-        """make_forward: how to run the model; None: by `graph_mode`. options: of WorkerConfig."""
+        """model: a name, or files that need nothing but weights and a configuration.
+
+        make_forward: how to run the model; None: by `graph_mode`. options: of WorkerConfig.
+        """
         torch.set_num_threads(threads)
-        path = resolve_model(model)
+        path = model if isinstance(model, Path) else resolve_model(model)
         self.config = load_model_config(path)
         self._watch = _Stopwatch()
         settings = {"kv_cache_bytes": 3 << 30, "max_num_batched_tokens": 1024, "max_num_seqs": 64}
         config = WorkerConfig(
-            engine_id="bench", model_path=str(path), model_name=model, **(settings | options)
+            engine_id="bench", model_path=str(path), model_name=str(model), **(settings | options)
         )
         make = make_forward or graph_forward(config, _ignore)
 
