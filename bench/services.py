@@ -133,8 +133,7 @@ def reference_name(asked: str | None, services: Sequence[Service]) -> str:
 @contextlib.contextmanager
 def pdserve_state(options: Sequence[str]) -> Iterator[ServiceState]:
     """Our own service, started with `options` of `pdserve up`."""
-    # A benchmark that is ended by `timeout` must not leave a detached service behind.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    _clean_up_when_ended()
     pdserve = [sys.executable, "-m", "pdserve"]
     with tempfile.TemporaryDirectory() as folder:
         place = ["--state-dir", folder]
@@ -150,6 +149,11 @@ def pdserve_state(options: Sequence[str]) -> Iterator[ServiceState]:
         finally:
             down = [*pdserve, "down", "--service", "bench", *place]
             subprocess.run(down, check=True, stdout=subprocess.DEVNULL)
+
+
+def _clean_up_when_ended() -> None:
+    """A benchmark that is ended by `timeout` must not leave a server behind."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
 
 
 def pdserve(name: str, options: Sequence[str]) -> Service:
@@ -175,6 +179,7 @@ class _Command:
     @contextlib.contextmanager
     def running(self) -> Iterator[Target]:
         """Until the context ends. Raises: SystemExit: it does not come up."""
+        _clean_up_when_ended()
         url = f"http://127.0.0.1:{self.port}"
         with subprocess.Popen(
             self.arguments,
