@@ -6,6 +6,8 @@ PYTEST_ARGS ?= -m "not slow and not npu and not gpu"
 # Two pytest workers: half of the tests wait for processes of theirs while the other half compute.
 PYTEST_WORKERS ?= -n 2 --dist loadgroup --no-loadscope-reorder
 ARGS ?=
+# Of engines as they serve: their threads sleep while they wait, as a worker's do.
+BENCH := OMP_WAIT_POLICY=PASSIVE $(BIN)/python
 PROTOS := protos/inference.proto protos/worker.proto
 
 NPU_VENV ?= .venv-npu
@@ -33,17 +35,37 @@ check: install
 	$(BIN)/lint-imports
 	$(BIN)/python deploy/check_protos.py
 
-# Each line takes under three minutes; other servers of the same model: bench/bench_peers.py --help.
+# In all well over an hour; see docs/performance.md. Other servers: bench/bench_peers.py --help.
+# Not every Linux lets a process ask for huge pages: that line may fail.
 bench: install
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/python bench/bench_engine.py
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/python bench/bench_growth.py
+	$(BENCH) bench/bench_engine.py
+	$(BIN)/python bench/bench_async.py
+	$(BENCH) bench/bench_step.py
+	$(BENCH) bench/bench_growth.py
+	$(BENCH) bench/bench_graphs.py
+	$(BIN)/python bench/bench_kernels.py
+	$(BIN)/python bench/bench_linears.py
+	$(BIN)/python bench/bench_mla.py
+	$(BIN)/python bench/bench_moe.py
+	-$(BENCH) bench/bench_huge_pages.py
+	$(BIN)/python bench/bench_quantization.py
+	$(BIN)/python bench/bench_quantization.py --formats -o build/bench_formats.json
+	$(BIN)/python bench/bench_quantization.py --perplexity -o build/bench_perplexity.json
+	$(BIN)/python bench/bench_kv_cache.py
+	$(BIN)/python bench/bench_loading.py
+	$(BIN)/python bench/bench_context.py
+	$(BIN)/python bench/bench_pipeline.py
+	$(BIN)/python bench/bench_dual_batch.py
+	$(BIN)/python bench/bench_exchange.py
+	$(BIN)/python bench/bench_moe_comm.py
+	$(BIN)/python bench/simulate_experts.py
 	$(BIN)/python bench/bench_service.py $(ARGS)
 	$(BIN)/python bench/bench_peers.py
 	$(BIN)/python bench/bench_interference.py
-	$(BIN)/python bench/bench_proxy.py
-	$(BIN)/python bench/bench_footprint.py
 	$(BIN)/python bench/bench_lone.py
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/python bench/bench_transfer.py
+	$(BIN)/python bench/bench_footprint.py
+	$(BIN)/python bench/bench_proxy.py
+	$(BENCH) bench/bench_transfer.py
 	$(BIN)/python bench/bench_tiers.py
 
 protos: install

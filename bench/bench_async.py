@@ -2,7 +2,8 @@
 
 In turn: schedule, build, run, sample, serialise. Ahead: the next step is scheduled, built and
 launched while one runs on a thread that stands in for the device. Each round takes both with the
-same engine; the ratio is the median over the rounds of ahead / in turn.
+same engine; the ratio is the median over the rounds of ahead / in turn. Tokens are the likeliest
+ones, or with --sampled drawn as chats draw them.
 """
 
 import argparse
@@ -11,7 +12,7 @@ import statistics
 from pathlib import Path
 
 import torch
-from worker_engine import BenchEngine, StepTimes, default_output
+from worker_engine import GREEDY, SAMPLED, BenchEngine, StepTimes, default_output
 
 BATCHES = (1, 8, 32)
 CONTEXT = 96
@@ -23,8 +24,10 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--sampled", action="store_true")
     parser.add_argument("-o", "--output", type=Path, default=default_output("bench_async.json"))
     arguments = parser.parse_args()
+    sampling = SAMPLED if arguments.sampled else GREEDY
     engine = BenchEngine(arguments.model, arguments.threads, async_scheduling="on")
     engine.decode(max(BATCHES), CONTEXT)  # the first use of memory is not what is measured
     rows: dict[int, list[tuple[StepTimes, StepTimes]]] = {batch: [] for batch in BATCHES}
@@ -32,7 +35,9 @@ def main() -> None:
         for batch, row in rows.items():
             # Whoever comes second finds the caches as the first one left them: take turns.
             order = (False, True) if number % 2 else (True, False)
-            times = {way: engine.decode(batch, CONTEXT, is_ahead=way) for way in order}
+            times = {
+                way: engine.decode(batch, CONTEXT, sampling=sampling, is_ahead=way) for way in order
+            }
             row.append((times[False], times[True]))
     print(f"{arguments.threads} threads, medians of {arguments.rounds} rounds\n")
     print("| batch | in turn ms | not the model ms | ahead ms | ahead / in turn |")

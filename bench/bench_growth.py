@@ -1,11 +1,13 @@
 """How cost grows: a decode step with context and batch, a prefill with the prompt; as a plot.
 
 Each panel has the roofline of this machine drawn in, as measured in the same run; see
-bench_engine.py. Only attention may grow with the square of the prompt.
+bench_engine.py. Only attention may grow with the square of the prompt. All sizes take turns in each
+round; shown are medians, of times and of the machine's rates.
 """
 
 import argparse
 import json
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +24,6 @@ CONTEXTS = (128, 256, 512, 1024, 2048, 4096, 8176)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 PROMPTS = (64, 128, 256, 512, 1024, 2048, 4096)
 CONTEXT, NUM_STEPS = 128, 12
-ROUNDS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,32 +71,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--plot", type=Path, default=Path("docs/cost-growth.png"))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--plot", type=Path, default=default_output("cost-growth.png"))
     parser.add_argument("-o", "--output", type=Path, default=default_output("bench_growth.json"))
     arguments = parser.parse_args()
     engine = BenchEngine(arguments.model, arguments.threads, kv_cache_bytes=1 << 30)
     engine.decode(1, CONTEXT, NUM_STEPS)
-    rates = [Machine.measure()]
-    results: dict[str, list[tuple[int, float]]] = {}
+    rates: list[Machine] = []
+    times: dict[str, dict[int, list[float]]] = {}
     all_panels = panels(engine)
-    for panel in all_panels:
-        rows = results[panel.title] = []
-        for size in panel.sizes:
-            seconds = min(panel.measure(size) for _ in range(ROUNDS))
-            rates.append(Machine.measure())
-            rows.append((size, seconds))
+    for _ in range(arguments.rounds):
+        for panel in all_panels:
+            for size in panel.sizes:
+                rates.append(Machine.measure())
+                seconds = panel.measure(size)
+                times.setdefault(panel.title, {}).setdefault(size, []).append(seconds)
     machine = Machine(
-        max(rate.bytes_per_s for rate in rates), max(rate.operations_per_s for rate in rates)
+        statistics.median(rate.bytes_per_s for rate in rates),
+        statistics.median(rate.operations_per_s for rate in rates),
     )
     figure, axes = pyplot.subplots(1, len(all_panels), figsize=(15, 4.5), layout="constrained")
     for panel, axis in zip(all_panels, axes, strict=True):
         print(f"\n| {panel.label} | {panel.title}, ms | floor ms | ratio |\n|---|---|---|---|")
         floors = [machine.floor_s(*panel.cost(size)) for size in panel.sizes]
-        times = [seconds for _, seconds in results[panel.title]]
-        for size, seconds, floor_s in zip(panel.sizes, times, floors, strict=True):
+        medians = [statistics.median(times[panel.title][size]) for size in panel.sizes]
+        for size, seconds, floor_s in zip(panel.sizes, medians, floors, strict=True):
             ratio = seconds / floor_s
             print(f"| {size} | {seconds * 1e3:.1f} | {floor_s * 1e3:.1f} | {ratio:.2f}x |")
-        axis.loglog(panel.sizes, [1e3 * s for s in times], "o-", label="measured")
+        axis.loglog(panel.sizes, [1e3 * s for s in medians], "o-", label="measured")
         axis.loglog(panel.sizes, [1e3 * s for s in floors], "--", label="roofline")
         axis.set(title=panel.title, xlabel=panel.label, ylabel="ms", xticks=panel.sizes)
         axis.set_xticklabels([str(size) for size in panel.sizes])
@@ -106,12 +109,13 @@ def main() -> None:
         axis.legend()
     figure.suptitle(
         f"{arguments.model}, float32, {arguments.threads} threads, "
-        f"{machine.bytes_per_s / 1e9:.1f} GB/s, {machine.operations_per_s / 1e9:.0f} GFLOP/s"
+        f"{machine.bytes_per_s / 1e9:.1f} GB/s, {machine.operations_per_s / 1e9:.0f} GFLOP/s, "
+        f"medians of {arguments.rounds}"
     )
     arguments.plot.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(arguments.plot, dpi=110)
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(results, indent=2) + "\n")
+    arguments.output.write_text(json.dumps(times, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 Shapes are SmolLM2-135M's. Every layer has weights of its own, so that they come from memory as in
 a decode step. Contenders take turns in each round; shown are medians and ratios to the first.
-Set ATEN_CPU_CAPABILITY=avx2 to see a machine without AVX-512.
+Set ATEN_CPU_CAPABILITY=avx2 to see a machine without AVX-512. Linears in all precisions that torch
+has kernels for, a whole step's at once: bench_linears.py.
 """
 
 import argparse

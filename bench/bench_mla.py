@@ -5,6 +5,7 @@ in plain PyTorch (the reference). The ratios beside them are what matters: decod
 form, prompts the expanded one, and the kernels should beat the reference.
 """
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -81,6 +82,9 @@ def milliseconds(run: Callable[[], torch.Tensor]) -> float:
 @torch.inference_mode()
 def main() -> None:
     """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    torch.set_num_threads(parser.parse_args().threads)
     cpu, reference = select_ops("cpu"), select_ops("reference")
     print(f"{torch.get_num_threads()} threads, median of {REPEATS}, ms for one layer")
     print("| case | absorbed | expanded | absorbed / expanded | reference / absorbed |")

@@ -3,12 +3,14 @@
 One engine of each, in turns in one run; shown are medians and ratios to float. Activations that
 meet weights of 4 bits are of 16 bits, and of 8 where it says so. With --llama-cpp
 FOLDER, in which `npm install node-llama-cpp` was run, llama.cpp decodes the same file in turns too.
+--formats times decode steps of each format that is kept, beside float32 that takes turns with it.
 --perplexity compares them on the text of the licence, a fixed one, and beside them the same weights
 rounded to nearest in every format that checkpoints have: each is written, and loaded as it is held.
 What it is compared with is loaded from a file of the float32 numbers that it stands for.
 """
 
 import argparse
+import gc
 import json
 import statistics
 import subprocess
@@ -17,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import cast, get_args
 
 import torch
 from gguf import GGMLQuantizationType as Type
@@ -28,12 +30,13 @@ from text_perplexity import TEXT, perplexity
 from worker_engine import BenchEngine, default_output
 
 from engine.config import Quantization
-from kernels.cpu.options import DEFAULT_OPTIONS, CpuOptions
+from kernels.cpu.options import DEFAULT_OPTIONS, ActivationBits, CpuOptions
 from kernels.ops import select_ops
 from pdserve.models import resolve_model
 from proxy.tokenizer import load_tokenizer
 
 BATCHES = (1, 4, 8, 16, 32)
+FORMAT_BATCHES = (1, 32)
 CONTEXT, PROMPT = 96, 1024
 QUANTIZATIONS: tuple[Quantization, ...] = ("none", "int8", "int4", "native")
 EIGHT_BITS = CpuOptions(activation_bits=8)
@@ -48,6 +51,7 @@ NOT_KEPT = ("FP8",)
 K_QUANTS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 GGUFS = {f"GGUF {kind}": Type[kind] for kind in ("Q4_0", "Q5_0", "Q5_1", "Q8_0", *K_QUANTS)}
 FORMATS = (*QUANTIZATIONS, *(name for name in FOLDERS if name != "float32"), *GGUFS)
+KEPT = tuple(name for name in FORMATS if name not in ("none", *NOT_KEPT))
 PEER = "llama.cpp, batch 1"
 
 
@@ -60,6 +64,7 @@ def bench_decode(model: str, threads: int, rounds: int, llama_cpp: Path | None) 
         for name, (quantization, options) in ENGINES.items()
     }
     times: dict[str, list[float]] = {}
+    version = ""
     for _ in range(rounds):
         for batch in BATCHES:
             for name, engine in engines.items():
@@ -68,7 +73,8 @@ def bench_decode(model: str, threads: int, rounds: int, llama_cpp: Path | None) 
         for name, engine in engines.items():
             times.setdefault(f"{name}, {PROMPT} tokens", []).append(1e3 * engine.prefill_s(PROMPT))
         if llama_cpp is not None:
-            times.setdefault(PEER, []).append(llama_cpp_ms(llama_cpp, model, threads))
+            peer_ms, version = llama_cpp_ms(llama_cpp, model, threads)
+            times.setdefault(PEER, []).append(peer_ms)
     medians = {name: statistics.median(values) for name, values in times.items()}
     print(f"{threads} threads, medians of {rounds} rounds, ms a step (times as fast as none)\n")
     print(f"| | {' | '.join(ENGINES)} |\n|---|{'---|' * len(ENGINES)}")
@@ -79,12 +85,12 @@ def bench_decode(model: str, threads: int, rounds: int, llama_cpp: Path | None) 
     if llama_cpp is not None:
         ratios = {name: medians[PEER] / medians[f"{name}, batch 1"] for name in ENGINES}
         text = ", ".join(f"{name} {ratio:.2f}x" for name, ratio in ratios.items())
-        print(f"\nllama.cpp: {medians[PEER]:.2f} ms at batch 1; as fast as that: {text}")
+        print(f"\nllama.cpp {version}: {medians[PEER]:.2f} ms at batch 1; as fast as that: {text}")
     return medians
 
 
-def llama_cpp_ms(folder: Path, model: str, threads: int) -> float:
-    """Median of a decode step of llama.cpp."""
+def llama_cpp_ms(folder: Path, model: str, threads: int) -> tuple[float, str]:
+    """Median of a decode step of llama.cpp, and its version."""
     code = (Path(__file__).parent / "llama_cpp_decode.mjs").read_bytes()
     # It starts itself again to try its binary, so it has to be a file, and beside its modules.
     with tempfile.NamedTemporaryFile(dir=folder, suffix=".mjs") as script:
@@ -94,7 +100,8 @@ def llama_cpp_ms(folder: Path, model: str, threads: int) -> float:
         done = subprocess.run(
             command, cwd=folder, capture_output=True, text=True, check=True, timeout=120
         )
-    return float(json.loads(done.stdout.splitlines()[-1])["median_ms"])
+    found = json.loads(done.stdout.splitlines()[-1])
+    return float(found["median_ms"]), str(found["version"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +128,54 @@ def rounded(model: Path, name: str, folder: Path) -> Rounded:
     return Rounded(path, "none" if name in NOT_KEPT else "native", plain)
 
 
+def bench_formats(
+    model: str, threads: int, rounds: int, names: Sequence[str], options: CpuOptions
+) -> dict[str, list[tuple[float, float]]]:
+    """(float32, format) ms of the steps of each round, by format and batch; printed as a table."""
+    print(
+        f"{threads} threads, medians of {rounds} rounds, ms a step; inputs of products with 4-bit "
+        f"weights in {options.activation_bits} bits\n"
+    )
+    columns = [f"batch {batch}, float32 | format | faster" for batch in FORMAT_BATCHES]
+    print(f"| | held as | {' | '.join(columns)} |\n|---|---|{'---|' * 3 * len(columns)}")
+    plain = _engine(resolve_model(model), "none", threads, options)
+    results: dict[str, list[tuple[float, float]]] = {}
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            found = checkpoint(resolve_model(model), name, Path(folder))
+            engine = _engine(found.path, found.quantization, threads, options)
+        cells = []
+        for batch in FORMAT_BATCHES:
+            pairs = [
+                [turn.decode(batch, CONTEXT).step_s for turn in (plain, engine)]
+                for _ in range(rounds)
+            ]
+            steps = results[f"{name}, batch {batch}"] = [(1e3 * a, 1e3 * b) for a, b in pairs]
+            float32_ms, ms = (statistics.median(row) for row in zip(*steps, strict=True))
+            ratio = statistics.median(before / after for before, after in steps)
+            cells.append(f"{float32_ms:.2f} | {ms:.2f} | {ratio:.2f}x")
+        print(f"| {name} | {found.quantization} | {' | '.join(cells)} |", flush=True)
+        # NOTE: an engine is part of a cycle, and memory does not hold one of each format.
+        del engine
+        gc.collect()
+    return results
+
+
+def _engine(
+    path: Path, quantization: Quantization, threads: int, options: CpuOptions
+) -> BenchEngine:
+    return BenchEngine(
+        path, threads, quantization=quantization, cpu=options, kv_cache_bytes=256 << 20
+    )
+
+
+def checkpoint(model: Path, name: str, folder: Path) -> Rounded:
+    """The model itself, to be loaded in a quantisation, or its weights in another format."""
+    if name in FOLDERS or name in GGUFS:
+        return rounded(model, name, folder)
+    return Rounded(model, cast(Quantization, name), model)
+
+
 def bench_perplexity(model: Path, names: Sequence[str]) -> dict[str, float]:
     """Of the kernels, and of plain PyTorch on the dequantised weights; printed as a table."""
     token_ids = load_tokenizer(model).encode(TEXT.read_text())
@@ -135,12 +190,9 @@ def bench_perplexity(model: Path, names: Sequence[str]) -> dict[str, float]:
     )
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
-            if name in FOLDERS or name in GGUFS:
-                found = rounded(model, name, Path(folder))
-                expected = perplexity(found.plain, "none", reference, token_ids)
-            else:
-                found = Rounded(model, cast(Quantization, name), model)
-                expected = perplexity(model, found.quantization, reference, token_ids)
+            found = checkpoint(model, name, Path(folder))
+            held = found.quantization if found.plain == model else "none"
+            expected = perplexity(found.plain, held, reference, token_ids)
             ours = perplexity(found.path, found.quantization, kernels, token_ids)
             short = perplexity(found.path, found.quantization, with_8_bits, token_ids)
         results |= {name: ours, f"{name}, dequantised": expected, f"{name}, 8 bits": short}
@@ -161,14 +213,31 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--llama-cpp", type=Path)
     parser.add_argument("--perplexity", action="store_true")
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
+    parser.add_argument(
+        "--formats",
+        nargs="*",
+        choices=FORMATS,
+        help="time these, or all that are kept; with --perplexity: of these alone",
+    )
+    parser.add_argument(
+        "--activation-bits", type=int, choices=get_args(ActivationBits), default=16, help="of steps"
+    )
     parser.add_argument(
         "-o", "--output", type=Path, default=default_output("bench_quantization.json")
     )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    results: object
     if arguments.perplexity:
-        results = bench_perplexity(resolve_model(arguments.model), arguments.formats)
+        results = bench_perplexity(resolve_model(arguments.model), arguments.formats or FORMATS)
+    elif arguments.formats is not None:
+        results = bench_formats(
+            arguments.model,
+            arguments.threads,
+            arguments.rounds,
+            arguments.formats or KEPT,
+            CpuOptions(activation_bits=arguments.activation_bits),
+        )
     else:
         results = bench_decode(
             arguments.model, arguments.threads, arguments.rounds, arguments.llama_cpp

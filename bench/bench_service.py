@@ -47,8 +47,12 @@ LOADS = {
 
 
 def measure(state: ServiceState, name: str) -> Values:
-    """Run one load."""
-    load = replace(LOADS[name], url=state.http_url, model=state.model)
+    """Run one load.
+
+    NOTE: no two share a seed, else the prompts of one are in the prefix cache for the next.
+    """
+    seed = list(LOADS).index(name)
+    load = replace(LOADS[name], url=state.http_url, model=state.model, seed=seed)
     result = asyncio.run(run_load(load))
     return summarize(load, result, slo_ttft_s=SLO_TTFT_S, slo_tpot_s=SLO_TPOT_S)
 

