@@ -31,6 +31,8 @@ app = typer.Typer(
 _DEFAULT_FILE = Path("pdserve.yaml")
 _STATE_ROOT = Path("~/.pdserve")
 _SCALE_TIMEOUT_S = 120.0
+_INTERRUPTED = 130
+"""As a shell says of what SIGINT ended."""
 _MAX_SECONDS = 7 * 24 * 3600.0
 
 ConfigFile = Annotated[
@@ -252,11 +254,13 @@ def bench(
     service: Service = "pdserve",
     state_root: StateRoot = _STATE_ROOT,
 ) -> None:
-    """Measure a server under load: TTFT, TPOT, ITL, throughput, goodput."""
-    import asyncio
+    """Measure a server under load: TTFT, TPOT, ITL, throughput, goodput.
 
-    from pdserve.load import LoadConfig, run_load
+    Ends with status 1 if a request failed. Ctrl-C shows what there is so far.
+    """
+    from pdserve.load import LoadConfig
     from pdserve.load_report import report_table, summarize
+    from pdserve.measure import measure
 
     if url is None:
         state = _running(service, state_root)
@@ -280,20 +284,24 @@ def bench(
         timeout_s=_seconds("--timeout", timeout),
         api_key=_api_key(),
     )
-    summary = summarize(
-        load,
-        asyncio.run(run_load(load)),
-        slo_ttft_s=_seconds("--slo-ttft", slo_ttft) if slo_ttft else None,
-        slo_tpot_s=_seconds("--slo-tpot", slo_tpot) if slo_tpot else None,
-    )
+    slo_ttft_s = _seconds("--slo-ttft", slo_ttft) if slo_ttft else None
+    slo_tpot_s = _seconds("--slo-tpot", slo_tpot) if slo_tpot else None
+    result, is_whole = measure(load)
+    if not result.requests:
+        sys.exit(_INTERRUPTED)
+    summary = summarize(load, result, slo_ttft_s=slo_ttft_s, slo_tpot_s=slo_tpot_s)
     if output == Path("-"):
         print(json.dumps(summary, indent=2))
-        return
-    if output is not None:
-        output.write_text(json.dumps(summary, indent=2) + "\n")
-    _console().print(report_table(summary))
-    for message, number in summary["errors"].items():
-        _console().print(f"{number} x {message}", highlight=False, markup=False)
+    else:
+        if output is not None:
+            output.write_text(json.dumps(summary, indent=2) + "\n")
+        _console().print(report_table(summary))
+        for message, number in summary["errors"].items():
+            _console().print(f"{number} x {message}", highlight=False, markup=False)
+    if not is_whole:
+        sys.exit(_INTERRUPTED)
+    if number := summary["num_errors"]:
+        raise PdserveError(f"{number} of {summary['num_requests']} requests failed")
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -64,6 +64,23 @@ def start_progress(console: Console) -> Iterator[StartProgress]:
     )
     with Progress(*columns, console=console) as progress:
         yield StartProgress(progress)
+
+
+@contextmanager
+def load_progress(num_requests: int) -> Iterator[Callable[[], None]]:
+    """A bar on stderr, if that is a terminal; what is yielded counts one request that ended."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("requests"),
+        BarColumn(bar_width=30),
+        TextColumn("{task.completed:.0f} of {task.total:.0f}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task("", total=num_requests)
+        yield lambda: progress.advance(task)
 
 
 def print_banner(
