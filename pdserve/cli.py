@@ -18,7 +18,13 @@ import yaml
 from rich.console import Console
 
 from pdserve.errors import ConfigError, PdserveError
-from pdserve.state import ServiceState, StateFolder
+from pdserve.state import (
+    DEFAULT_ROOT,
+    DEFAULT_SERVICE,
+    ServiceState,
+    StateFolder,
+    place_options,
+)
 from pdserve.units import parse_seconds
 
 app = typer.Typer(
@@ -29,7 +35,6 @@ app = typer.Typer(
 )
 
 _DEFAULT_FILE = Path("pdserve.yaml")
-_STATE_ROOT = Path("~/.pdserve")
 _SCALE_TIMEOUT_S = 120.0
 _INTERRUPTED = 130
 """As a shell says of what SIGINT ended."""
@@ -58,7 +63,7 @@ def up(
     overrides: Overrides = None,
     insecure: Insecure = False,
     detach: Annotated[bool, typer.Option("--detach", help="Return once it is ready.")] = False,
-    state_root: StateRoot = _STATE_ROOT,
+    state_root: StateRoot = DEFAULT_ROOT,
 ) -> None:
     """Start a service and watch over it until Ctrl-C."""
     from pdserve.config_file import load_config
@@ -87,7 +92,7 @@ def up(
 
 
 @app.command()
-def down(service: Service = "pdserve", state_root: StateRoot = _STATE_ROOT) -> None:
+def down(service: Service = DEFAULT_SERVICE, state_root: StateRoot = DEFAULT_ROOT) -> None:
     """Stop a service."""
     from pdserve.detach import stop_running
 
@@ -96,7 +101,9 @@ def down(service: Service = "pdserve", state_root: StateRoot = _STATE_ROOT) -> N
 
 @app.command()
 def status(
-    service: Service = "pdserve", as_json: AsJson = False, state_root: StateRoot = _STATE_ROOT
+    service: Service = DEFAULT_SERVICE,
+    as_json: AsJson = False,
+    state_root: StateRoot = DEFAULT_ROOT,
 ) -> None:
     """Show the workers of a service."""
     from pdserve.client import connect
@@ -126,8 +133,8 @@ def scale(
     numbers: Annotated[list[str], typer.Argument(help="prefiller=N decoder=N")],
     grace: Annotated[str, typer.Option(help="For the requests of workers that go.")] = "30s",
     wait: Annotated[bool, typer.Option(help="Return once the numbers are reached.")] = True,
-    service: Service = "pdserve",
-    state_root: StateRoot = _STATE_ROOT,
+    service: Service = DEFAULT_SERVICE,
+    state_root: StateRoot = DEFAULT_ROOT,
 ) -> None:
     """Change the number of workers while serving."""
     from pdserve.client import connect
@@ -142,7 +149,8 @@ def scale(
         deadline_s = time.monotonic() + grace_s + _SCALE_TIMEOUT_S
         while wait and (missing := unready(service_status)):
             if time.monotonic() >= deadline_s:
-                raise PdserveError(f"still waiting for {missing}; see `pdserve status`")
+                options = place_options(service, state.root)
+                raise PdserveError(f"still waiting for {missing}; see `pdserve status{options}`")
             time.sleep(0.2)
             service_status = client.status()
     _console().print(
@@ -206,8 +214,8 @@ def chat(
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1)] = 512,
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
-    service: Service = "pdserve",
-    state_root: StateRoot = _STATE_ROOT,
+    service: Service = DEFAULT_SERVICE,
+    state_root: StateRoot = DEFAULT_ROOT,
 ) -> None:
     """Talk to the model."""
     from pdserve.chat import Chat, run_dialogue
@@ -251,8 +259,8 @@ def bench(
     slo_ttft: Annotated[str | None, typer.Option(help="For goodput, such as 2s.")] = None,
     slo_tpot: Annotated[str | None, typer.Option(help="For goodput, such as 200ms.")] = None,
     output: Annotated[Path | None, typer.Option("-o", help="JSON file, - for stdout.")] = None,
-    service: Service = "pdserve",
-    state_root: StateRoot = _STATE_ROOT,
+    service: Service = DEFAULT_SERVICE,
+    state_root: StateRoot = DEFAULT_ROOT,
 ) -> None:
     """Measure a server under load: TTFT, TPOT, ITL, throughput, goodput.
 
