@@ -166,13 +166,15 @@ def config(
     model: Model = None,
     overrides: Overrides = None,
     insecure: Insecure = False,
-    resolved: Annotated[bool, typer.Option("--resolved", help="Fill in what is derived.")] = False,
+    resolved: Annotated[
+        bool, typer.Option("--resolved", help="Fill in name and threads; fetch a model of the hub.")
+    ] = False,
 ) -> None:
-    """Check a configuration and print it, defaults included."""
+    """Check a configuration, against its model too if that is here, and print it with defaults."""
     from pdserve.config import resolve, user_values
     from pdserve.config_file import load_config
     from pdserve.model_fit import check_fit
-    from pdserve.models import find_model
+    from pdserve.models import find_model, find_model_at_hand
 
     loaded = load_config(_file(config_file), _overrides(model, overrides, insecure))
     if resolved:
@@ -180,6 +182,8 @@ def config(
         found = find_model(loaded.model)
         check_fit(loaded, found)
         print(f"# model files: {found.path}")
+    elif at_hand := find_model_at_hand(loaded.model):
+        check_fit(loaded, at_hand)
     print(yaml.safe_dump(user_values(loaded), sort_keys=False), end="")
 
 
