@@ -96,6 +96,10 @@ class NpuOps:
         self._mask = attention.causal_mask(device)
         self._launch: Launch = attention.launch
 
+    def input_bits(self, weight_bits: int) -> int | None:
+        """8 where the products of int8 take them, else floats."""
+        return 8 if weight_bits == 8 and self.options.quantize_activations else None
+
     def check_int8_cache(self, *, is_latent: bool) -> None:
         """See `Ops.check_int8_cache`."""
         if is_latent:

@@ -107,6 +107,10 @@ class Ops(Protocol):
     max_top_k: int
     """Of `top_k_top_p`."""
 
+    def input_bits(self, weight_bits: int) -> int | None:
+        """What inputs of products with weights of 4 or 8 bits are rounded to; None: not at all."""
+        ...
+
     def check_int8_cache(self, *, is_latent: bool) -> None:
         """Whether caches, of latents or of keys and values, may be in int8 with scales.
 
@@ -205,9 +209,10 @@ class Ops(Protocol):
         ...
 
     def quantized_linear(self, weight: QuantizedRows, bias: Tensor | None) -> Linear:
-        """Pack y = x W^T + b with W in 4, 8 or 16 bits; activations stay as they are. bias: [out].
+        """Pack y = x W^T + b with W in 4, 8 or 16 bits. bias: [out].
 
-        Asks for W some rows at a time where it can, and possibly twice for the same ones.
+        x is rounded to `input_bits`, in runs that share a scale. Asks for W some rows at a time
+        where it can, and possibly twice for the same ones.
         """
         ...
 

@@ -119,6 +119,9 @@ class ReferenceOps:
     runs_ahead = False
     max_top_k = 2**31 - 1
 
+    def input_bits(self, weight_bits: int) -> None:
+        """None: weights are dequantised."""
+
     def check_int8_cache(self, *, is_latent: bool) -> None:
         """They may."""
 

@@ -18,7 +18,13 @@ import yaml
 from rich.console import Console
 
 from pdserve.errors import ConfigError, PdserveError
-from pdserve.state import ServiceState, StateFolder
+from pdserve.state import (
+    DEFAULT_ROOT,
+    DEFAULT_SERVICE,
+    ServiceState,
+    StateFolder,
+    place_options,
+)
 from pdserve.units import parse_seconds
 
 app = typer.Typer(
@@ -29,8 +35,9 @@ app = typer.Typer(
 )
 
 _DEFAULT_FILE = Path("pdserve.yaml")
-_STATE_ROOT = Path("~/.pdserve")
 _SCALE_TIMEOUT_S = 120.0
+_INTERRUPTED = 130
+"""As a shell says of what SIGINT ended."""
 _MAX_SECONDS = 7 * 24 * 3600.0
 
 ConfigFile = Annotated[
@@ -56,7 +63,7 @@ def up(
     overrides: Overrides = None,
     insecure: Insecure = False,
     detach: Annotated[bool, typer.Option("--detach", help="Return once it is ready.")] = False,
-    state_root: StateRoot = _STATE_ROOT,
+    state_root: StateRoot = DEFAULT_ROOT,
 ) -> None:
     """Start a service and watch over it until Ctrl-C."""
     from pdserve.config_file import load_config
@@ -85,7 +92,7 @@ def up(
 
 
 @app.command()
-def down(service: Service = "pdserve", state_root: StateRoot = _STATE_ROOT) -> None:
+def down(service: Service = DEFAULT_SERVICE, state_root: StateRoot = DEFAULT_ROOT) -> None:
     """Stop a service."""
     from pdserve.detach import stop_running
 
@@ -94,7 +101,9 @@ def down(service: Service = "pdserve", state_root: StateRoot = _STATE_ROOT) -> N
 
 @app.command()
 def status(
-    service: Service = "pdserve", as_json: AsJson = False, state_root: StateRoot = _STATE_ROOT
+    service: Service = DEFAULT_SERVICE,
+    as_json: AsJson = False,
+    state_root: StateRoot = DEFAULT_ROOT,
 ) -> None:
     """Show the workers of a service."""
     from pdserve.client import connect
@@ -124,8 +133,8 @@ def scale(
     numbers: Annotated[list[str], typer.Argument(help="prefiller=N decoder=N")],
     grace: Annotated[str, typer.Option(help="For the requests of workers that go.")] = "30s",
     wait: Annotated[bool, typer.Option(help="Return once the numbers are reached.")] = True,
-    service: Service = "pdserve",
-    state_root: StateRoot = _STATE_ROOT,
+    service: Service = DEFAULT_SERVICE,
+    state_root: StateRoot = DEFAULT_ROOT,
 ) -> None:
     """Change the number of workers while serving."""
     from pdserve.client import connect
@@ -140,7 +149,8 @@ def scale(
         deadline_s = time.monotonic() + grace_s + _SCALE_TIMEOUT_S
         while wait and (missing := unready(service_status)):
             if time.monotonic() >= deadline_s:
-                raise PdserveError(f"still waiting for {missing}; see `pdserve status`")
+                options = place_options(service, state.root)
+                raise PdserveError(f"still waiting for {missing}; see `pdserve status{options}`")
             time.sleep(0.2)
             service_status = client.status()
     _console().print(
@@ -156,13 +166,15 @@ def config(
     model: Model = None,
     overrides: Overrides = None,
     insecure: Insecure = False,
-    resolved: Annotated[bool, typer.Option("--resolved", help="Fill in what is derived.")] = False,
+    resolved: Annotated[
+        bool, typer.Option("--resolved", help="Fill in name and threads; fetch a model of the hub.")
+    ] = False,
 ) -> None:
-    """Check a configuration and print it, defaults included."""
+    """Check a configuration, against its model too if that is here, and print it with defaults."""
     from pdserve.config import resolve, user_values
     from pdserve.config_file import load_config
     from pdserve.model_fit import check_fit
-    from pdserve.models import find_model
+    from pdserve.models import find_model, find_model_at_hand
 
     loaded = load_config(_file(config_file), _overrides(model, overrides, insecure))
     if resolved:
@@ -170,6 +182,8 @@ def config(
         found = find_model(loaded.model)
         check_fit(loaded, found)
         print(f"# model files: {found.path}")
+    elif at_hand := find_model_at_hand(loaded.model):
+        check_fit(loaded, at_hand)
     print(yaml.safe_dump(user_values(loaded), sort_keys=False), end="")
 
 
@@ -204,8 +218,8 @@ def chat(
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1)] = 512,
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
-    service: Service = "pdserve",
-    state_root: StateRoot = _STATE_ROOT,
+    service: Service = DEFAULT_SERVICE,
+    state_root: StateRoot = DEFAULT_ROOT,
 ) -> None:
     """Talk to the model."""
     from pdserve.chat import Chat, run_dialogue
@@ -249,14 +263,16 @@ def bench(
     slo_ttft: Annotated[str | None, typer.Option(help="For goodput, such as 2s.")] = None,
     slo_tpot: Annotated[str | None, typer.Option(help="For goodput, such as 200ms.")] = None,
     output: Annotated[Path | None, typer.Option("-o", help="JSON file, - for stdout.")] = None,
-    service: Service = "pdserve",
-    state_root: StateRoot = _STATE_ROOT,
+    service: Service = DEFAULT_SERVICE,
+    state_root: StateRoot = DEFAULT_ROOT,
 ) -> None:
-    """Measure a server under load: TTFT, TPOT, ITL, throughput, goodput."""
-    import asyncio
+    """Measure a server under load: TTFT, TPOT, ITL, throughput, goodput.
 
-    from pdserve.load import LoadConfig, run_load
+    Ends with status 1 if a request failed. Ctrl-C shows what there is so far.
+    """
+    from pdserve.load import LoadConfig
     from pdserve.load_report import report_table, summarize
+    from pdserve.measure import measure
 
     if url is None:
         state = _running(service, state_root)
@@ -280,20 +296,24 @@ def bench(
         timeout_s=_seconds("--timeout", timeout),
         api_key=_api_key(),
     )
-    summary = summarize(
-        load,
-        asyncio.run(run_load(load)),
-        slo_ttft_s=_seconds("--slo-ttft", slo_ttft) if slo_ttft else None,
-        slo_tpot_s=_seconds("--slo-tpot", slo_tpot) if slo_tpot else None,
-    )
+    slo_ttft_s = _seconds("--slo-ttft", slo_ttft) if slo_ttft else None
+    slo_tpot_s = _seconds("--slo-tpot", slo_tpot) if slo_tpot else None
+    result, is_whole = measure(load)
+    if not result.requests:
+        sys.exit(_INTERRUPTED)
+    summary = summarize(load, result, slo_ttft_s=slo_ttft_s, slo_tpot_s=slo_tpot_s)
     if output == Path("-"):
         print(json.dumps(summary, indent=2))
-        return
-    if output is not None:
-        output.write_text(json.dumps(summary, indent=2) + "\n")
-    _console().print(report_table(summary))
-    for message, number in summary["errors"].items():
-        _console().print(f"{number} x {message}", highlight=False, markup=False)
+    else:
+        if output is not None:
+            output.write_text(json.dumps(summary, indent=2) + "\n")
+        _console().print(report_table(summary))
+        for message, number in summary["errors"].items():
+            _console().print(f"{number} x {message}", highlight=False, markup=False)
+    if not is_whole:
+        sys.exit(_INTERRUPTED)
+    if number := summary["num_errors"]:
+        raise PdserveError(f"{number} of {summary['num_requests']} requests failed")
 
 
 def main() -> None:

@@ -160,6 +160,7 @@ def check(config: ServiceConfig) -> None:
         *_check_ranks(config),
         *_check_context_parallel(config),
         *_check_npus(config),
+        *_check_activations(config),
     ]
     if problems:
         raise ConfigError(problems)
@@ -322,19 +323,17 @@ def _check_addresses(config: ServiceConfig) -> list[str]:
 
 def _check_cache(config: ServiceConfig) -> list[str]:
     problems = []
-    roles: dict[str, PrefillerConfig | DecoderConfig] = {
-        "prefiller": config.prefiller,
-        "decoder": config.decoder,
-    }
-    for name, role in roles.items():
-        num_tokens = (role.num_blocks or 0) * config.block_size
-        if role.num_blocks and config.max_model_len and num_tokens < config.max_model_len:
+    roles = (("prefiller", config.prefiller), ("decoder", config.decoder))
+    for name, role in roles:
+        num_blocks = role.num_blocks if role.replicas else None
+        num_tokens = (num_blocks or 0) * config.block_size
+        if num_blocks and config.max_model_len and num_tokens < config.max_model_len:
             problems.append(
                 f"{name}.num_blocks is {role.num_blocks}, which holds {num_tokens} tokens: "
                 f"max_model_len {config.max_model_len} needs at least "
                 f"{-(-config.max_model_len // config.block_size)} blocks"
             )
-    total_bytes = sum(r.kv_cache_bytes * r.replicas * r.num_ranks for r in roles.values())
+    total_bytes = sum(r.kv_cache_bytes * r.replicas * r.num_ranks for _, r in roles)
     machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if config.is_local and total_bytes > machine_bytes:
         problems.append(
@@ -450,6 +449,16 @@ def _check_npus(config: ServiceConfig) -> list[str]:
             f"transfer.checksum is {config.transfer.checksum}: the host cannot read an NPU's "
             "memory; set it to off with ops npu"
         )
+    return problems
+
+
+def _check_activations(config: ServiceConfig) -> list[str]:
+    bits, problems = config.cpu.activation_bits, []
+    said = f"cpu.activation_bits is {bits}: changes nothing with"
+    if bits != 16 and config.ops not in ("auto", "cpu"):
+        problems.append(f"{said} ops {config.ops}, use auto or cpu")
+    if bits != 16 and config.quantization in ("none", "int8"):
+        problems.append(f"{said} quantization {config.quantization}, use int4, native or auto")
     return problems
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -79,12 +79,14 @@ def parse_config(values: Mapping[str, Any]) -> ServiceConfig:
     if problems:
         raise ConfigError(problems)
     converted = _convert_units(dict(values))
-    complete = _fill_derived(converted)
+    complete = _fill_derived(_with_all_sections(converted, ServiceConfig))
+    found = dict(_wrong_choices(complete, ServiceConfig, ""))
     try:
         config = _ADAPTER.validate_json(json.dumps(complete, default=str), strict=True)
     except ValidationError as error:
-        details = (_describe(detail) for detail in error.errors())
-        raise ConfigError(list(dict.fromkeys(details))) from None
+        raise ConfigError(_problems(error.errors(), found)) from None
+    if found:
+        raise ConfigError(list(found.values()))
     check(config)
     return config
 
@@ -96,7 +98,7 @@ def _read(path: Path) -> Values:
         raise ConfigError([f"{path}: no such file"]) from None
     except OSError as error:
         raise ConfigError([f"{path} cannot be read: {error.strerror}"]) from None
-    except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+    except (ValueError, yaml.YAMLError, RecursionError) as error:  # no UTF-8, no date
         raise ConfigError([f"{path}: {error}"]) from None
     if values is None:
         return {}
@@ -111,7 +113,7 @@ def _apply(values: Values, override: str) -> None:
         raise ConfigError([f"--set {override}: expected key=value, such as decoder.replicas=2"])
     try:
         value = yaml.load(text, _Loader)  # a SafeLoader
-    except (yaml.YAMLError, RecursionError):
+    except (ValueError, yaml.YAMLError, RecursionError):  # what looks like a date and is none
         value = text
     *sections, name = key.split(".")
     for section in sections:
@@ -173,6 +175,38 @@ def _convert_units(values: Values) -> Values:
     return converted
 
 
+def _with_all_sections(values: Values, section: type) -> Values:
+    """Make a section without a value, and one that is not there, an empty one."""
+    filled = dict(values)
+    for name, kind in _sections(section):
+        inner = {} if filled.get(name) is None else filled[name]
+        filled[name] = _with_all_sections(inner, kind) if isinstance(inner, dict) else inner
+    return filled
+
+
+def _sections(section: type) -> Iterator[tuple[str, type]]:
+    for name, kind in get_type_hints(section).items():
+        if isinstance(kind, type) and is_dataclass(kind):
+            yield name, kind
+
+
+def _wrong_choices(values: Values, section: type, path: str) -> Iterator[tuple[str, str]]:
+    """(key, problem) where one of some whole numbers is asked for.
+
+    NOTE: to pydantic 8.0 is 8, and a number of many digits is none.
+    """
+    for name, kind in get_type_hints(section).items():
+        choices = get_args(kind) if get_origin(kind) is Literal else ()
+        if name in values and choices and all(type(choice) is int for choice in choices):
+            value, full = values[name], f"{path}{name}"
+            if type(value) is not int or value not in choices:
+                expected = " or ".join(map(str, choices))
+                yield full, _refusal(full, value, f"one of {expected}")
+    for name, kind in _sections(section):
+        if isinstance(inner := values.get(name), dict):
+            yield from _wrong_choices(inner, kind, f"{path}{name}.")
+
+
 def _fill_derived(values: Values) -> Values:
     """Repeat what the user said once wherever a room needs it."""
     host = values.get("host", "127.0.0.1")
@@ -186,19 +220,28 @@ def _fill_derived(values: Values) -> Values:
         "controller_address": "",
     }
     transfer: Values = {"transport": values.get("transport", "auto")}
-    sections = {
-        section: {} if values.get(section) is None else values[section]
-        for section in ("proxy", "transfer", "tiers", "prefiller", "decoder", "npu", "hccl", "ray")
-    }
+    filled = dict(values)
     for name, derived in (("proxy", proxy), ("transfer", transfer)):
-        if isinstance(sections[name], dict):
-            sections[name] = sections[name] | derived
-    return values | sections
+        if isinstance(values[name], dict):
+            filled[name] = values[name] | derived
+    return filled
 
 
-def _describe(detail: ErrorDetails) -> str:
-    path = ".".join(str(part) for part in detail["loc"])
-    path = DERIVED.get(path, path)
+def _problems(details: Sequence[ErrorDetails], found: Mapping[str, str]) -> list[str]:
+    """One per value: what a room says of a value that was refused where it is stated is left out.
+
+    found: by key, known without pydantic.
+    """
+    problems = dict(found)
+    paths = [".".join(str(part) for part in detail["loc"]) for detail in details]
+    for path, detail in zip(paths, details, strict=True):
+        stated = DERIVED.get(path, path)
+        if path == stated or stated not in paths:
+            problems.setdefault(stated, _describe(stated, detail))
+    return list(problems.values())
+
+
+def _describe(path: str, detail: ErrorDetails) -> str:
     kind, context = detail["type"], detail.get("ctx", {})
     allowed = {
         "greater_than_equal": "at least {ge}",
@@ -223,4 +266,8 @@ def _describe(detail: ErrorDetails) -> str:
         expected = "a size such as 512MiB"
     if kind.endswith("_type") and path.endswith("_s"):
         expected = "a duration such as 500ms, 2s or 5m"
-    return f"{path}: {json.dumps(detail['input'], default=str)} is not allowed: {expected}"
+    return _refusal(path, detail["input"], expected)
+
+
+def _refusal(path: str, value: object, expected: str) -> str:
+    return f"{path}: {json.dumps(value, default=str)} is not allowed: {expected}"

@@ -4,7 +4,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from pdserve.state import ServiceState
+from pdserve.state import ServiceState, place_options
 from pdserve.units import format_bytes
 from protos import worker_pb2
 
@@ -66,6 +66,23 @@ def start_progress(console: Console) -> Iterator[StartProgress]:
         yield StartProgress(progress)
 
 
+@contextmanager
+def load_progress(num_requests: int) -> Iterator[Callable[[], None]]:
+    """A bar on stderr, if that is a terminal; what is yielded counts one request that ended."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("requests"),
+        BarColumn(bar_width=30),
+        TextColumn("{task.completed:.0f} of {task.total:.0f}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task("", total=num_requests)
+        yield lambda: progress.advance(task)
+
+
 def print_banner(
     console: Console, state: ServiceState, num_workers: tuple[int, int], seconds: float
 ) -> None:
@@ -86,19 +103,22 @@ def print_banner(
         f"  curl -N {state.http_url}/v1/chat/completions -H 'Content-Type: application/json' \\",
         *(['    -H "Authorization: Bearer $PDSERVE_API_KEY" \\'] if state.needs_key else []),
         f"    -d {shlex.quote(body)}",
-        f"  {command_line('chat', state.service)} 'Why is the sky blue?'",
+        f"  {command_line('chat', state.service, state.root)} 'Why is the sky blue?'",
         "",
     ]
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def command_line(command: str, service: str) -> str:
-    """How to call `pdserve COMMAND` for this service from this shell and folder."""
+def command_line(command: str, service: str, root: str = "") -> str:
+    """How to call `pdserve COMMAND` for this service from this shell and folder.
+
+    root: where the service is noted; empty for the default.
+    """
     program = "pdserve"
     if shutil.which(program) is None:
         program = os.path.relpath(Path(sys.executable).parent / program)
-    return f"{program} {command}" + ("" if service == "pdserve" else f" --service {service}")
+    return f"{program} {command}{place_options(service, root)}"
 
 
 def status_table(

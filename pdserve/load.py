@@ -7,7 +7,7 @@ open loop     requests arrive at random, `rate` per second on average, whatever 
 import asyncio
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -90,8 +90,23 @@ class LoadResult:
     duration_s: float
     """From the first request sent to the last one ended."""
 
+    @classmethod
+    def of_part(cls, requests: Sequence[RequestTimes]) -> "LoadResult":
+        """What had ended when a load was broken off."""
+        sent = [request.sent_s for request in requests]
+        ended = [request.ended_s for request in requests]
+        return cls(requests, max(ended) - min(sent) if requests else 0.0)
 
-async def run_load(config: LoadConfig) -> LoadResult:
+
+Watch = Callable[[RequestTimes], None]
+"""Called with each request that has ended, those of the warm-up left out."""
+
+
+def _nobody(_: RequestTimes) -> None:
+    pass
+
+
+async def run_load(config: LoadConfig, watch: Watch = _nobody) -> LoadResult:
     """Send the load; a request that fails is a result too."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
@@ -108,21 +123,21 @@ async def run_load(config: LoadConfig) -> LoadResult:
             await _request(client, config, next(prompts))
         started_s = time.perf_counter()
         if config.rate is None:
-            results = await _closed_loop(client, config, prompts)
+            results = await _closed_loop(client, config, prompts, watch)
         else:
-            results = await _open_loop(client, config, prompts)
+            results = await _open_loop(client, config, prompts, watch)
         return LoadResult(results, time.perf_counter() - started_s)
 
 
 async def _closed_loop(
-    client: httpx.AsyncClient, config: LoadConfig, prompts: Iterator[Any]
+    client: httpx.AsyncClient, config: LoadConfig, prompts: Iterator[Any], watch: Watch
 ) -> list[RequestTimes]:
     todo = [next(prompts) for _ in range(config.num_requests)]
     results: list[RequestTimes] = []
 
     async def run_client() -> None:
         while todo:
-            results.append(await _request(client, config, todo.pop()))
+            results.append(await _request(client, config, todo.pop(), watch))
 
     async with asyncio.TaskGroup() as group:
         for _ in range(config.concurrency or 1):
@@ -131,7 +146,7 @@ async def _closed_loop(
 
 
 async def _open_loop(
-    client: httpx.AsyncClient, config: LoadConfig, prompts: Iterator[Any]
+    client: httpx.AsyncClient, config: LoadConfig, prompts: Iterator[Any], watch: Watch
 ) -> list[RequestTimes]:
     assert config.rate is not None
     arrivals = random.Random(config.seed)
@@ -142,12 +157,14 @@ async def _open_loop(
         for _ in range(config.num_requests):
             # Absolute times: a late wake-up does not lower the rate.
             await asyncio.sleep(at_s - loop.time())
-            tasks.append(group.create_task(_request(client, config, next(prompts))))
+            tasks.append(group.create_task(_request(client, config, next(prompts), watch)))
             at_s += arrivals.expovariate(config.rate)
     return [task.result() for task in tasks]
 
 
-async def _request(client: httpx.AsyncClient, config: LoadConfig, prompt: Any) -> RequestTimes:
+async def _request(
+    client: httpx.AsyncClient, config: LoadConfig, prompt: Any, watch: Watch = _nobody
+) -> RequestTimes:
     body = {
         "model": config.model,
         "prompt": prompt,
@@ -166,6 +183,7 @@ async def _request(client: httpx.AsyncClient, config: LoadConfig, prompt: Any) -
     times.ended_s = time.perf_counter()
     if not times.piece_s and not times.error:
         times.error = "no output"
+    watch(times)
     return times
 
 

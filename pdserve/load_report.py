@@ -33,10 +33,13 @@ def summarize(
     slo_ttft_s: float | None = None,
     slo_tpot_s: float | None = None,
 ) -> Values:
-    """All figures; times in seconds. JSON has no NaN, so what was not measured is None."""
+    """All figures; times in seconds. JSON has no NaN, so what was not measured is None, and so is
+    goodput without an SLO.
+    """
     good = [request for request in result.requests if not request.error]
     tpots = [tpot for request in good if (tpot := request.tpot_s) is not None]
-    within = [request for request in good if _meets(request, slo_ttft_s, slo_tpot_s)]
+    within = sum(_meets(request, slo_ttft_s, slo_tpot_s) for request in good)
+    has_slo = slo_ttft_s is not None or slo_tpot_s is not None
     errors = Counter(request.error for request in result.requests if request.error)
     num_output = sum(request.num_output_tokens for request in good)
     duration_s = result.duration_s
@@ -54,8 +57,8 @@ def summarize(
         "requests_per_s": len(good) / duration_s,
         "output_tokens_per_s": num_output / duration_s,
         "slo": {"ttft_s": slo_ttft_s, "tpot_s": slo_tpot_s},
-        "goodput_requests_per_s": len(within) / duration_s,
-        "goodput_share": len(within) / max(len(result.requests), 1),
+        "goodput_requests_per_s": within / duration_s if has_slo else None,
+        "goodput_share": within / max(len(result.requests), 1) if has_slo else None,
         "ttft_s": _spread([request.ttft_s for request in good]),
         "tpot_s": _spread(tpots),
         "itl_s": _spread([gap for request in good for gap in request.itl_s]),
@@ -65,10 +68,12 @@ def summarize(
 
 def report_table(summary: Values) -> Table:
     """The figures for a person, times in milliseconds."""
+    share = summary["goodput_share"]
     table = Table(
         title=f"{summary['num_requests']} requests in {summary['duration_s']:.1f} s, "
         f"{summary['num_errors']} errors; {summary['output_tokens_per_s']:.1f} tok/s, "
-        f"{summary['requests_per_s']:.2f} req/s, goodput {summary['goodput_share']:.0%}",
+        f"{summary['requests_per_s']:.2f} req/s"
+        + ("" if share is None else f", goodput {share:.0%}"),
         title_justify="left",
     )
     for column in ("ms", "mean", "p50", "p90", "p99", "max"):

@@ -21,8 +21,10 @@ def check_fit(config: ServiceConfig, model: ModelFiles) -> None:
     """
     problems = [*_length_problems(config, model), *_weight_problems(config, model)]
     workers = worker_configs(config, model_path=str(model.path), token="")
-    for role, worker in zip(("prefiller", "decoder"), workers, strict=True):
-        problems += _role_problems(role, worker, model, reads_files=config.is_local)
+    replicas = (config.prefiller.replicas, config.decoder.replicas)
+    for role, number, worker in zip(("prefiller", "decoder"), replicas, workers, strict=True):
+        if number:
+            problems += _role_problems(role, worker, model, reads_files=config.is_local)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
 

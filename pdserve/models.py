@@ -37,6 +37,16 @@ def find_model(model: str) -> ModelFiles:
     return check_folder(path) if path.is_dir() else check_gguf(path)
 
 
+def find_model_at_hand(model: str) -> ModelFiles | None:
+    """The same without the network; None if the model is not on this machine. Raises: BadModel."""
+    try:
+        if model in PACKAGED_MODELS or Path(model).expanduser().exists():
+            return find_model(model)
+    except ModelNotFound:
+        pass
+    return None
+
+
 def _locate(model: str) -> Path:
     if model in PACKAGED_MODELS:
         return _packaged(model)

@@ -7,15 +7,18 @@
 import fcntl
 import json
 import os
+import shlex
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Literal
 
 from pdserve.errors import ServiceExists, ServiceNotRunning, StateDamaged
 
+DEFAULT_SERVICE = "pdserve"
+DEFAULT_ROOT = Path("~/.pdserve")
 _LOCK_TIMEOUT_S = 0.5
 
 Status = Literal["starting", "ready", "stopping"]
@@ -38,6 +41,8 @@ class ServiceState:
     """Whether clients have to show an API key."""
     token: str
     """The cluster's secret: why the file is for its owner only."""
+    root: str = field(default="", compare=False)
+    """Where it is noted, which is not noted itself; empty for the default."""
 
     @property
     def http_url(self) -> str:
@@ -112,7 +117,9 @@ class StateFolder:
 
     def write(self, state: ServiceState) -> None:
         """Publish the state, at once and for its owner only."""
-        write_private(self._state_path, json.dumps(asdict(state), indent=2))
+        values = asdict(state)
+        del values["root"]
+        write_private(self._state_path, json.dumps(values, indent=2))
 
     def read(self) -> ServiceState | None:
         """The state of a living service; None while it begins, or when there is none.
@@ -122,7 +129,8 @@ class StateFolder:
         if not self.is_locked():
             return None
         try:
-            return ServiceState(**json.loads(self._state_path.read_text()))
+            values = json.loads(self._state_path.read_text())
+            return ServiceState(**values, root=str(self.root))
         except FileNotFoundError:
             return None
         except (ValueError, TypeError):
@@ -137,7 +145,11 @@ class StateFolder:
         """
         state = self.read()
         if state is None:
-            raise ServiceNotRunning(f"no service `{self.service}` runs; start it: pdserve up")
+            name = "" if self.service == DEFAULT_SERVICE else f" --set service={self.service}"
+            place = place_options(DEFAULT_SERVICE, str(self.root))
+            raise ServiceNotRunning(
+                f"no service `{self.service}` runs; start it: pdserve up{name}{place}"
+            )
         return state
 
     @property
@@ -148,10 +160,20 @@ class StateFolder:
         state = self.read()
         url = f", {state.http_url}" if state and state.http_port else ""
         where = f" (pid {state.pid}{url})" if state else ""
+        stop = f"pdserve down{place_options(self.service, str(self.root))}"
         return (
             f"service `{self.service}` runs already{where}: "
-            "stop it with `pdserve down`, or start another with --set service=NAME and other ports"
+            f"stop it with `{stop}`, or start another with --set service=NAME and other ports"
         )
+
+
+def place_options(service: str, root: str) -> str:
+    """What commands need to find a service, with a space before it; root: empty for the default."""
+    options = [] if service == DEFAULT_SERVICE else ["--service", service]
+    # NOTE: unlike Path's, this expansion takes a user without a home.
+    if root and root != os.path.expanduser(DEFAULT_ROOT):
+        options += ["--state-dir", root]
+    return "".join(f" {shlex.quote(option)}" for option in options)
 
 
 def _try_lock(lock: IO[str]) -> bool:

@@ -107,6 +107,9 @@ class GenerationBody(Body):
 
     # Known and not there: refused by name, rather than ignored.
     use_beam_search: bool | None = None
+    functions: list[Any] | None = None
+    modalities: list[str] | None = None
+    audio: Any = None
 
 
 _TOKEN_IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0}}
@@ -210,10 +213,7 @@ class ChatCompletionBody(GenerationBody, ConversationBody):
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    functions: list[Any] | None = None
     function_call: Any = None
-    modalities: list[str] | None = None
-    audio: Any = None
 
 
 class TokenizeTextBody(Body):

@@ -30,7 +30,6 @@ from proxy.request_limits import (
     check_best_of,
     check_limits,
     refuse_unsupported,
-    refuse_unsupported_chat,
     stop_list,
 )
 from proxy.tokenizer import INLINE_CHARS, Tokenizer
@@ -86,7 +85,7 @@ class RequestBuilder:
         Raises: InvalidRequest, ModelNotFound: see the error's param.
         """
         model = self.check_model(body.model)
-        refuse_unsupported_chat(body)
+        refuse_unsupported(body)
         num_logprobs = chat_logprobs(body, self._limits)
         max_tokens, param = body.max_completion_tokens, "max_completion_tokens"
         if max_tokens is None:

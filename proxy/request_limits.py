@@ -91,12 +91,7 @@ def refuse_unsupported(body: GenerationBody) -> None:
     """Raises: Unsupported."""
     if body.use_beam_search:
         raise Unsupported("use_beam_search is not supported", param="use_beam_search")
-
-
-def refuse_unsupported_chat(body: ChatCompletionBody) -> None:
-    """Raises: Unsupported."""
-    refuse_unsupported(body)
-    if body.functions:
+    if body.functions is not None:
         raise Unsupported("functions are not supported, tools are", param="functions")
     if body.audio is not None:
         raise Unsupported("audio is not supported", param="audio")

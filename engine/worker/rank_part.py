@@ -21,6 +21,7 @@ from engine.worker.config import WorkerConfig
 from engine.worker.leading_model import LeadingModel
 from engine.worker.process import Report, Start
 from engine.worker.ranks import Ranks
+from engine.worker.weights_name import quantization_of, weights_name
 from kernels.ops import Ops, select_ops
 from kvtransfer.layout import KVLayout
 from kvtransfer.registration import KVMemory
@@ -85,7 +86,7 @@ def build_part(config: WorkerConfig, ops: Ops, parallel: Parallel, report: Repor
         cache_dtype = "int8"
     layout = replace(
         kv_layout(model_config, config.block_size, parallel.config, cache_dtype),
-        weights=_weights_of(config),
+        weights=weights_name(config.quantization, ops),
     )
     num_bytes = max_block_bytes(model_config, config.block_size, parallel.config, cache_dtype)
     num_blocks = config.num_blocks or config.kv_cache_bytes // num_bytes
@@ -98,12 +99,6 @@ def build_part(config: WorkerConfig, ops: Ops, parallel: Parallel, report: Repor
     memory = _allocate(config, layout, num_blocks + ops.num_spare_blocks, ops)
     adapters = RankAdapters(model) if _takes_adapters(parallel.config) else None
     return RankPart(model_config, ops, model, memory, num_blocks, parallel, adapters)
-
-
-def _weights_of(config: WorkerConfig) -> str:
-    """How they are multiplied with too, where that gives other KV than floats to speak of."""
-    bits = config.cpu.activation_bits
-    return config.quantization if bits == 16 else f"{config.quantization}, activations of {bits}"
 
 
 def _takes_adapters(parallel: ParallelConfig) -> bool:
@@ -166,9 +161,7 @@ def _load_model(
     def progress(done: int, total: int) -> None:
         report("loading weights", done / max(total, 1))
 
-    quantization = config.quantization
-    if quantization == "auto" and ops.name != "cpu":
-        quantization = "none"
+    quantization = quantization_of(config.quantization, ops)
     load_weights(Path(config.model_path), model, progress, quantization=quantization)
     if sharded := model.sharded_bytes().whole:
         held = model.sharded_bytes().held

@@ -5,6 +5,7 @@ CPU capability, sources + torch version, compiler    ->  key, in three parts
 ~/.cache/pdserve/kernels/<key>/pdserve_cpu.sha256    its hash: what does not have it is built anew
 ~/.cache/pdserve/kernels/<key>.lock                  held by whoever builds it; others wait
 
+A build removes those that nobody has taken for 30 days: the time of the hash says when.
 Where no home can be written to, the temporary folder has them; without a compiler, what any
 compiler made of the same sources is taken.
 """
@@ -35,6 +36,7 @@ COMPILERS = ("c++", "g++", "clang++")
 LIBRARY_NAME = "pdserve_cpu.so"
 _COMPILE_TIMEOUT_S = 300.0
 _LOCK_TIMEOUT_S = 600.0
+_UNUSED_AFTER_S = 30 * 24 * 3600.0
 _COMMON_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-DNDEBUG")
 # NOTE: without contraction every fused multiply-add is one we wrote: results do not depend on how
 # a loop was inlined.
@@ -166,9 +168,25 @@ def _build_in(cache_dir: Path, toolchain: Toolchain) -> Path:
         with _lock(cache_dir / f"{key}.lock", _LOCK_TIMEOUT_S):
             if not _is_sound(library):
                 _compile_into(library.parent, toolchain)
+        _remove_unused(cache_dir)
     except OSError as error:
         raise _CacheError(f"cannot write to the kernel cache {cache_dir}: {error}") from error
     return library
+
+
+def _remove_unused(cache_dir: Path) -> None:
+    """NOTE: whoever has a library loaded keeps it; whoever is about to has marked it as used."""
+    for hash_path in cache_dir.glob(f"*/{_hash_path(Path(LIBRARY_NAME)).name}"):
+        folder = hash_path.parent
+        with contextlib.suppress(OSError, BuildError):
+            if _is_unused(hash_path):
+                with _lock(cache_dir / f"{folder.name}.lock", 0.0):
+                    if _is_unused(hash_path):
+                        shutil.rmtree(folder)
+
+
+def _is_unused(hash_path: Path) -> bool:
+    return time.time() - hash_path.stat().st_mtime > _UNUSED_AFTER_S
 
 
 def _built_before(cache_dir: Path | None) -> Path | None:
@@ -203,11 +221,14 @@ def _temporary_cache_dir() -> Path:
 
 
 def _is_sound(library: Path) -> bool:
-    """Whether it is there as it was written.
+    """Whether it is there as it was written; if so it is used now.
 
     NOTE: loading a library of which a full disk or a power cut left a part ends the process.
     """
     try:
+        # NOTE: before it is read: what is read and sound stays until it is loaded.
+        with contextlib.suppress(OSError):
+            os.utime(_hash_path(library))
         return _hash_path(library).read_text() == hashlib.sha256(library.read_bytes()).hexdigest()
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, UnicodeDecodeError):
         return False

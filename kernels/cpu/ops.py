@@ -84,7 +84,8 @@ class CpuQuantizedLinear:
             form.has_offset,
             has_half_factors,
         )
-        self._input_bits = options.activation_bits if form.num_bits == 4 else 16
+        # The kernel does not look at it where weights have 16 bits.
+        self._input_bits = options.input_bits(form.num_bits) or 16
         self._bias: Tensor | None = None
         if bias is not None:
             cols = torch.ops.pdserve_cpu.panel_cols()
@@ -178,6 +179,10 @@ class CpuOps:
 
     def __init__(self, options: CpuOptions) -> None:
         self.options = options
+
+    def input_bits(self, weight_bits: int) -> int | None:
+        """See `CpuOptions.input_bits`."""
+        return self.options.input_bits(weight_bits)
 
     def check_int8_cache(self, *, is_latent: bool) -> None:
         """They may."""

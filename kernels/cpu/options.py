@@ -15,5 +15,9 @@ class CpuOptions:
     in 8 bits always meet 16, those in 16 bits and more meet float32.
     """
 
+    def input_bits(self, weight_bits: int) -> int | None:
+        """Of the inputs of products with such weights; None: they stay floats."""
+        return {4: self.activation_bits, 8: 16}.get(weight_bits)
+
 
 DEFAULT_OPTIONS = CpuOptions()

@@ -35,3 +35,18 @@ async def test_disaggregated_tokens_are_those_of_one_process(
         assert decoder.stats().num_preemptions > 0
         assert sum(peer.num_transfers for peer in service.of_role("prefiller")[0].stats().transfers)
         service.assert_idle()
+
+
+async def test_kv_of_a_worker_that_fell_back_to_floats_is_refused(tiny_model: Path) -> None:
+    options: dict[str, Any] = {"quantization": "int4", "cpu": CpuOptions(activation_bits=8)}
+    expected = greedy_alone(tiny_model, _PROMPTS, _NUM_TOKENS, **options)
+    with Service(
+        tiny_model,
+        worker=options,
+        prefiller={"ops_backend": "reference"},
+        proxy={"local_prefill_tokens": 8},
+    ) as service:
+        assert await service.generate_all(_PROMPTS, _NUM_TOKENS) == expected
+        stats = service.of_role("prefiller")[0].stats()
+        assert not sum(peer.num_transfers for peer in stats.transfers)
+        service.assert_idle()

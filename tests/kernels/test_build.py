@@ -1,9 +1,12 @@
 """Building, caching and choosing the C++ backend."""
 
+import fcntl
 import logging
+import os
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -101,6 +104,21 @@ def _fake_toolchain(tmp_path: Path, written: str = "library") -> Toolchain:
     )
     compiler.chmod(0o755)
     return Toolchain(compiler=str(compiler), compiler_version="fake", capability="DEFAULT")
+
+
+def test_a_build_removes_what_nobody_has_used_for_a_month(tmp_path: Path) -> None:
+    cache, toolchain = tmp_path / "cache", _fake_toolchain(tmp_path)
+    old, used, locked = (
+        build(cache, replace(toolchain, compiler_version=f"older {i}")) for i in range(3)
+    )
+    for library in (old, used, locked):
+        hash_path = library.with_suffix(".sha256")
+        os.utime(hash_path, (0.0, time.time() - 31 * 24 * 3600))
+    assert build(cache, replace(toolchain, compiler_version="older 1")) == used
+    with (cache / f"{locked.parent.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        new = build(cache, toolchain)
+    assert [path.exists() for path in (old, used, locked, new)] == [False, True, True, True]
 
 
 @pytest.mark.parametrize("left", ["", "libr", "librarx", "library and more"])

@@ -9,6 +9,8 @@ from torch import Tensor
 
 import tests.npu.simulated_experts  # noqa: F401  (and the simulator, which it imports)
 from engine.batch import KVBatch
+from engine.config import Quantization
+from engine.worker.weights_name import weights_name
 from kernels.quantized import QuantizedRows, whole
 from kernels.reference import ReferenceOps
 from tests.npu.families import CONFIGS, caches, family, generate
@@ -111,6 +113,19 @@ def test_int8_activations_stay_close_to_float_ones(name: str) -> None:
     w8a8 = npu_ops(quantize_activations=True)
     _, logits = generate(family(name, w8a8, "int8", **options), lengths, 1)
     assert 0 < (logits - expected).norm() / expected.norm() < 0.1
+
+
+def test_kv_is_named_by_the_activations_that_int8_weights_meet() -> None:
+    w8a8 = npu_ops(quantize_activations=True)
+    kinds: tuple[Quantization, ...] = ("none", "auto", "int8", "int4")
+    names = {kind: weights_name(kind, w8a8) for kind in kinds}
+    assert names == {
+        "none": "none",
+        "auto": "none",
+        "int8": "int8, activations of 8",
+        "int4": "int4",
+    }
+    assert weights_name("int8", npu_ops()) == "int8"
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])

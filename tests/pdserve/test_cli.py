@@ -12,7 +12,7 @@ import yaml
 from typer.testing import CliRunner
 
 from pdserve.cli import app
-from pdserve.errors import ConfigError, ServiceNotRunning
+from pdserve.errors import BadModel, ConfigError, ServiceNotRunning
 from pdserve.scaling import parse_numbers
 from pdserve.state import StateFolder
 
@@ -35,6 +35,20 @@ def test_config_prints_what_it_would_read_again(tmp_path: Path) -> None:
     again = CliRunner().invoke(app, ["config", "-c", str(path), "--resolved"])
     assert again.output == result.output
     assert yaml.safe_load(result.output)["decoder"]["replicas"] == 3
+
+
+def test_config_checks_a_model_that_is_at_hand(tmp_path: Path) -> None:
+    def config(*arguments: str) -> Exception | None:
+        result = CliRunner().invoke(app, ["config", *arguments, "--set", "max_model_len=8193"])
+        return result.exception  # type: ignore[return-value]
+
+    problem = config()
+    assert isinstance(problem, ConfigError)
+    assert "the model takes 8192 tokens at most" in str(problem)
+    assert config("--model", "someone/something") is None
+    assert config("--model", str(tmp_path / "not yet there")) is None
+    (tmp_path / "config.json").write_text("{}")
+    assert isinstance(config("--model", str(tmp_path)), BadModel)
 
 
 def test_a_wrong_configuration_ends_with_status_2_and_one_line_per_problem() -> None:

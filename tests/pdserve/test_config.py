@@ -1,6 +1,8 @@
 """pdserve.yaml: what is accepted, what is refused and how the refusal reads."""
 
+from dataclasses import is_dataclass
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
@@ -80,6 +82,16 @@ def test_defaults_are_valid_and_serve_the_packaged_model_on_loopback() -> None:
         ("proxy.cors_origins=" + "[" * 5000, 'proxy.cors_origins: "[[['),
         ('served_model_name="a\\nb"', 'served_model_name: "a\\nb" is not allowed as'),
         ("served_model_name=' a'", 'served_model_name: " a" is not allowed as'),
+        ("cpu.activation_bits=32", "cpu.activation_bits: 32 is not allowed: one of 8 or 16"),
+        ("cpu.activation_bits=8.0", "cpu.activation_bits: 8.0 is not allowed: one of 8 or 16"),
+        (
+            f"cpu.activation_bits={'9' * 26}",
+            f"cpu.activation_bits: {'9' * 26} is not allowed: one of 8 or 16",
+        ),
+        ("cpu.activation_bits=true", "cpu.activation_bits: true is not allowed: one of 8 or 16"),
+        ("cpu.activation_bits=null", "cpu.activation_bits: null is not allowed: one of 8 or 16"),
+        ("max_model_len=8.0", "max_model_len: 8.0 is not allowed: a whole number"),
+        (f"http_port={'9' * 5000}", 'http_port: "999'),
         ("decoder.replicas", "--set decoder.replicas: expected key=value"),
     ],
 )
@@ -93,8 +105,50 @@ def test_a_wrong_value_is_refused_with_its_key_and_what_is_allowed(
 
 def test_every_problem_is_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        load("http_port=-1", "decoder.max_num_seqs=0")
-    assert len(caught.value.problems) == 2
+        load("http_port=-1", "decoder.max_num_seqs=0", "cpu.activation_bits=8.0")
+    assert len(caught.value.problems) == 3
+
+
+def test_a_value_that_a_room_is_told_too_is_one_problem() -> None:
+    for override in ("max_model_len=-1", "http_port=-1", "transport=tcp", "host=null"):
+        with pytest.raises(ConfigError) as caught:
+            load(override)
+        assert len(caught.value.problems) == 1, caught.value.problems
+
+
+def sections(kind: type = ServiceConfig, path: str = "") -> list[str]:
+    found = []
+    for name, inner in get_type_hints(kind).items():
+        if is_dataclass(inner):
+            found += [f"{path}{name}", *sections(inner, f"{path}{name}.")]
+    return found
+
+
+@pytest.mark.parametrize("section", sections())
+def test_a_section_without_a_value_is_all_defaults(section: str) -> None:
+    assert load(f"{section}=") == load()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["quantization=none"], "cpu.activation_bits is 8: changes nothing with quantization none"),
+        (["quantization=int8"], "cpu.activation_bits is 8: changes nothing with quantization int8"),
+        (["ops=reference"], "cpu.activation_bits is 8: changes nothing with ops reference"),
+    ],
+)
+def test_activation_bits_that_change_nothing_are_refused(
+    overrides: list[str], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        load("cpu.activation_bits=8", *overrides)
+    assert load("cpu.activation_bits=16", *overrides)
+
+
+def test_activation_bits_go_with_weights_that_may_have_4_bits() -> None:
+    for quantization in ("auto", "native", "int4"):
+        for ops in ("auto", "cpu"):
+            assert load("cpu.activation_bits=8", f"quantization={quantization}", f"ops={ops}")
 
 
 def test_a_host_that_others_reach_needs_insecure() -> None:
@@ -128,6 +182,7 @@ def test_loopback_is_told_from_the_rest(host: str, expected: bool) -> None:
 def test_too_few_blocks_for_the_context_are_refused_with_the_number_needed() -> None:
     with pytest.raises(ConfigError, match="needs at least 4 blocks"):
         load("decoder.num_blocks=2", "max_model_len=100")
+    assert load("prefiller.num_blocks=2", "max_model_len=100", "prefiller.replicas=0")
 
 
 def test_caches_larger_than_the_machine_are_refused() -> None:
@@ -223,6 +278,14 @@ def test_a_file_that_is_no_mapping_is_refused_with_its_name(tmp_path: Path, text
     path = tmp_path / "x.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"x\.yaml"):
+        load_config(path)
+
+
+def test_a_text_that_looks_like_a_date_but_is_none_is_text_or_named(tmp_path: Path) -> None:
+    assert load("served_model_name=2026-99-99").served_model_name == "2026-99-99"
+    path = tmp_path / "pdserve.yaml"
+    path.write_text("served_model_name: 2026-99-99\n")
+    with pytest.raises(ConfigError, match=r"pdserve\.yaml: month must be in"):
         load_config(path)
 
 

@@ -2,7 +2,10 @@
 
 import asyncio
 import math
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -14,7 +17,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from pdserve.load import LoadConfig, run_load
+from pdserve.load import LoadConfig, LoadResult, RequestTimes, run_load
 from pdserve.load_report import percentile, report_table, summarize
 
 FIRST_S, STEP_S = 0.05, 0.02
@@ -113,9 +116,11 @@ async def test_poisson_arrivals_do_not_wait_for_answers(server: Server) -> None:
 
 async def test_failed_requests_are_counted_by_cause_and_are_no_goodput(server: Server) -> None:
     server.fail_every = 4
+    seen: list[RequestTimes] = []
     with serving(server) as url:
         config = load(url)
-        summary = summarize(config, await run_load(config))
+        summary = summarize(config, await run_load(config, seen.append), slo_ttft_s=10.0)
+    assert len(seen) == 8
     assert summary["num_errors"] == 2
     assert next(iter(summary["errors"])).startswith("status 429")
     assert summary["goodput_share"] == 0.75
@@ -128,6 +133,52 @@ async def test_a_server_that_is_not_there_gives_errors_not_an_exception() -> Non
         summary = summarize(config, await run_load(config))
     assert summary["num_errors"] == 2
     assert summary["ttft_s"]["p50"] is None
+
+
+@pytest.mark.parametrize(("slo", "is_shown"), [(None, False), (2.0, True)])
+def test_goodput_is_a_matter_of_an_slo(slo: float | None, is_shown: bool) -> None:
+    summary = summarize(load(""), result(), slo_ttft_s=slo)
+    assert ("goodput" in str(report_table(summary).title)) == is_shown
+    assert (summary["goodput_share"] is not None) == is_shown
+    assert (summary["goodput_requests_per_s"] is not None) == is_shown
+
+
+def result() -> LoadResult:
+    return LoadResult([RequestTimes(sent_s=1.0, piece_s=[2.0, 3.0], ended_s=3.0)], 2.0)
+
+
+def bench(url: str, *options: str) -> list[str]:
+    command = [sys.executable, "-m", "pdserve", "bench", "--url", url, "--model", "m"]
+    return [*command, "--warmup", "0", "--input-tokens", "4", "--output-tokens", "3", *options]
+
+
+@pytest.mark.parametrize(("fail_every", "number", "status"), [(0, 0, 0), (4, 1, 1), (1, 4, 1)])
+def test_bench_ends_with_status_1_if_a_request_failed(
+    server: Server, fail_every: int, number: int, status: int
+) -> None:
+    server.fail_every = fail_every
+    with serving(server) as url:
+        done = subprocess.run(
+            bench(url, "-n", "4"), capture_output=True, text=True, timeout=60, check=False
+        )
+    assert done.returncode == status
+    assert "4 requests in" in done.stdout
+    expected = f"error: {number} of 4 requests failed\n" if number else ""
+    assert done.stderr == expected
+
+
+def test_bench_shows_what_it_has_when_it_is_interrupted(server: Server) -> None:
+    with serving(server) as url:
+        process = subprocess.Popen(
+            bench(url, "-n", "1000", "--concurrency", "1"), stdout=subprocess.PIPE, text=True
+        )
+        while len(server.bodies) < 3:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        shown, _ = process.communicate(timeout=30)
+    assert process.returncode == 130
+    number = int(shown.split(" requests in")[0])
+    assert 2 <= number < 1000
 
 
 async def test_prompts_have_the_asked_length_and_prefix_and_repeat_with_the_seed(

@@ -107,6 +107,13 @@ def test_as_many_bytes_as_a_block_takes_are_enough(packaged: ModelFiles) -> None
     assert refused(packaged, "max_model_len=8192") == []
 
 
+def test_a_role_without_workers_is_not_looked_at(packaged: ModelFiles) -> None:
+    small = ["prefiller.kv_cache_bytes=2MiB", "max_model_len=512"]
+    assert refused(packaged, *small) != []
+    assert refused(packaged, *small, "prefiller.replicas=0") == []
+    assert refused(packaged, "prefiller.replicas=0", "prefiller.tp=2") == []
+
+
 def test_every_problem_of_both_roles_is_named(packaged: ModelFiles) -> None:
     found = refused(packaged, "prefiller.tp=2", "decoder.kv_cache_bytes=1MiB")
     assert [problem.split()[0] for problem in found] == [

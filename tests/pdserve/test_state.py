@@ -1,14 +1,18 @@
 """What is noted of a running service: for its owner only, and never stale."""
 
 import fcntl
+import io
 import os
+import re
 import stat
 import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from pdserve.display import command_line, print_banner
 from pdserve.errors import ServiceExists, ServiceNotRunning, StateDamaged
 from pdserve.state import ServiceState, StateFolder
 
@@ -24,6 +28,39 @@ STATE = ServiceState(
     needs_key=False,
     token="secret",
 )
+
+
+@pytest.mark.parametrize(
+    ("service", "place", "options"),
+    [
+        ("pdserve", "~/.pdserve", ""),
+        ("two", "~/.pdserve", " --service two"),
+        ("pdserve", "/var/a b", " --state-dir '/var/a b'"),
+        ("two", "/var/x", " --service two --state-dir /var/x"),
+    ],
+)
+def test_commands_are_shown_with_what_finds_the_service(
+    service: str, place: str, options: str
+) -> None:
+    root = str(Path(place).expanduser())
+    assert command_line("down", service, root).endswith(f"pdserve down{options}")
+    state = replace(STATE, service=service, root=root)
+    console = Console(file=io.StringIO())
+    print_banner(console, state, (1, 1), 2.0)
+    assert f"pdserve chat{options} 'Why is the sky blue?'" in console.file.getvalue()
+
+
+def test_messages_name_the_service_and_where_it_is_noted(tmp_path: Path) -> None:
+    folder = StateFolder(tmp_path, "s")
+    start = f"pdserve up --set service=s --state-dir {tmp_path}"
+    with pytest.raises(ServiceNotRunning, match=f"start it: {re.escape(start)}$"):
+        folder.read_running()
+    with folder.locked():
+        folder.write(STATE)
+        assert folder.read_running().root == str(tmp_path)
+        stop = f"`pdserve down --service s --state-dir {tmp_path}`"
+        with pytest.raises(ServiceExists, match=re.escape(stop)):
+            folder.check_free()
 
 
 def test_a_living_service_is_found_and_a_second_one_refused_with_where_it_is(

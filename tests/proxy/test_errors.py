@@ -278,6 +278,29 @@ async def test_bad_completions_are_refused(stand: StandFactory) -> None:
         assert_no_worker_saw_it(proxy)
 
 
+NOT_BUILT: dict[str, Any] = {
+    "use_beam_search": True,
+    "functions": [],
+    "audio": {},
+    "modalities": ["text", "audio"],
+}
+
+
+@pytest.mark.parametrize("name", NOT_BUILT)
+async def test_what_is_not_built_is_refused_by_name(stand: StandFactory, name: str) -> None:
+    async with stand() as proxy:
+        messages = [{"role": "user", "content": "a"}]
+        asked = {"/v1/chat/completions": {"messages": messages}, "/v1/completions": {"prompt": "a"}}
+        for path, body in asked.items():
+            body = {"model": MODEL, **body, name: NOT_BUILT[name]}
+            reply = await proxy.http.post(path, json=body)
+            assert_refused(reply, Case({}, name, code="unsupported_parameter"))
+        assert_no_worker_saw_it(proxy)
+        for path, body in asked.items():
+            body = {"model": MODEL, "max_tokens": 1, **body, name: None}
+            assert (await proxy.http.post(path, json=body)).status_code == 200
+
+
 BODIES = {
     "malformed JSON": (b'{"model": ', 400, "invalid_json"),
     "trailing garbage": (b"{} x", 400, "invalid_json"),
