@@ -1,4 +1,4 @@
-# From a clone to a running service: make serve. Everything lives in .venv; a second run finds it done.
+# From a clone to a running service: make serve. Packages live in .venv; a second run finds it done.
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps

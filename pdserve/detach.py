@@ -56,7 +56,7 @@ def start_detached(arguments: Sequence[str], folder: StateFolder, console: Conso
         status = client.status()
     numbers = (status.desired_prefillers, status.desired_decoders)
     print_banner(console, state, numbers, time.monotonic() - started_s)
-    stop = command_line("down", state.service)
+    stop = command_line("down", state.service, state.root)
     console.print(f"It runs in the background; stop it with: {stop}", highlight=False)
 
 

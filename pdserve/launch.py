@@ -279,6 +279,7 @@ class _Supervisor:
             controller_address=self.plan.controller_address,
             needs_key=self._config.needs_key,
             token=self.plan.token,
+            root=str(self.folder.root),
         )
         self.folder.write(state)
         return state
