@@ -93,6 +93,7 @@ def run_service(plan: Plan, folder: StateFolder, console: Console) -> None:
     """
     raise_open_files()
     with folder.locked():
+        folder.log_path.write_text("")
         _Supervisor(plan, folder, console).run()
 
 
