@@ -19,7 +19,7 @@ from engine.scheduler import QueueFull
 from engine.scheduler_output import ScheduledRequest
 from engine.worker.assembly import Engine, Pool
 from engine.worker.balance import Load
-from engine.worker.convert import key_to_proto
+from engine.worker.convert import key_to_proto, token_ids_from_proto
 from engine.worker.kv_ranks import EngineReceiver
 from engine.worker.replies import Replies
 from kvtransfer.connector import KVArrived, KVFailed, KVQuiet, ReceiveEvent
@@ -114,27 +114,31 @@ class DecodePool:
         return self._scheduler.schedule_ahead()
 
     def activate(self, key: RequestKey, message: worker_pb2.Activate) -> None:
-        """The first token of a reserved request is known: decode once its KV is here."""
-        entry = self._live_entry(key)
-        if entry is None or entry.is_local or entry.request.state is not RequestState.RESERVED:
-            self._counters.num_stale_messages += 1
+        """The first token of a reserved request is known: decode once its KV is here.
+
+        A message that comes too early or too late is counted; tokens that are none end the request.
+        """
+        entry = self._reserved_entry(key)
+        if entry is None:
             return
-        entry.request.token_ids.extend(message.token_ids)
-        entry.request.draft_token_ids = list(message.draft_token_ids)
+        vocab_size = self._hello.vocab_size
+        try:
+            token_ids = token_ids_from_proto(message.token_ids, vocab_size)
+            draft_token_ids = token_ids_from_proto(message.draft_token_ids, vocab_size, least=0)
+        except ValueError as error:
+            self._replies.failed(key, worker_pb2.FAILURE_INVALID, str(error))
+            self.end(key, str(error))
+            return
+        entry.request.token_ids.extend(token_ids)
+        entry.request.draft_token_ids = draft_token_ids
         entry.request.state = RequestState.WAITING_FOR_REMOTE_KV
         if entry.arrived:
             self._start(entry)
 
     def prefill_locally(self, key: RequestKey) -> None:
-        """Nobody will write: compute the prompt here."""
-        entry = self._live_entry(key)
-        if (
-            entry is None
-            or entry.request.state is not RequestState.RESERVED
-            or entry.arrived
-            or entry.is_local
-        ):
-            self._counters.num_stale_messages += 1
+        """Nobody will write: compute the prompt here; a message at the wrong time is counted."""
+        entry = self._reserved_entry(key, may_have_arrived=False)
+        if entry is None:
             return
         entry.is_local = True
         self._receiver.cancel(key)  # nobody was told to write: quiet at once
@@ -292,6 +296,22 @@ class DecodePool:
     def _live_entry(self, key: RequestKey) -> Entry | None:
         entry = self._entries.get(key)
         return None if entry is None or entry.ending else entry
+
+    def _reserved_entry(self, key: RequestKey, *, may_have_arrived: bool = True) -> Entry | None:
+        """The request that a proxy may say how to go on with; another one's message is counted.
+
+        NOTE: one that is pending is not among them: its proxy has no Reserved yet, and it no block.
+        """
+        entry = self._live_entry(key)
+        if (
+            entry is None
+            or entry.is_local
+            or entry.request.state is not RequestState.RESERVED
+            or not (entry.expecting or (entry.arrived and may_have_arrived))
+        ):
+            self._counters.num_stale_messages += 1
+            return None
+        return entry
 
     def _quarantine(self, entry: Entry) -> None:
         entry.ending = True

@@ -33,7 +33,9 @@ def start_detached(arguments: Sequence[str], folder: StateFolder, console: Conso
     folder.check_free()
     folder.path.mkdir(parents=True, exist_ok=True, mode=0o700)
     started_s = time.monotonic()
-    with folder.log_path.open("w") as log:
+    # NOTE: not emptied here: of two that start at once only the one with the lock may do that.
+    with folder.log_path.open("a") as log:
+        log_start = log.tell()
         process = subprocess.Popen(
             [sys.executable, "-m", "pdserve", "up", *arguments],
             stdin=subprocess.DEVNULL,
@@ -45,7 +47,7 @@ def start_detached(arguments: Sequence[str], folder: StateFolder, console: Conso
     previous = signal.signal(signal.SIGINT, lambda *_: stopping.set())
     try:
         with start_progress(console) as progress:
-            state = _follow(process, folder, stopping, progress)
+            state = _follow(process, folder, log_start, stopping, progress)
     except Interrupted:
         process.terminate()
         process.wait(_STOP_TIMEOUT_S)
@@ -89,14 +91,18 @@ def _kill(pid: int, folder: StateFolder) -> None:
 def _follow(
     process: "subprocess.Popen[bytes]",
     folder: StateFolder,
+    log_start: int,
     stopping: threading.Event,
     progress: StartProgress,
 ) -> ServiceState:
-    """Show how the start goes on, until it is over."""
+    """Show how the start goes on, until it is over; log_start: bytes that the log had before."""
 
     def check() -> None:
         if process.poll() is not None:
-            lines = folder.log_path.read_text(errors="replace").splitlines()
+            log = folder.log_path.read_bytes()
+            # A log that is shorter than it was has been emptied since.
+            fresh = log[log_start:] if len(log) >= log_start else log
+            lines = fresh.decode(errors="replace").splitlines()
             tail = "\n".join(lines[-_NUM_LOG_LINES:])
             raise StartFailed(f"it ended with status {process.returncode}; its log ends:\n{tail}")
 

@@ -44,6 +44,7 @@ from pdserve.state import ServiceState, StateFolder, Status
 
 _START_TIMEOUT_S = 900.0
 _SUPERVISE_S = 0.2
+_START_CHECK_S = 0.5
 _CHECK_S = 10.0
 _LATE_CHECK_S = 2.0
 _NOTE_S = 60.0
@@ -92,6 +93,7 @@ def run_service(plan: Plan, folder: StateFolder, console: Console) -> None:
     """
     raise_open_files()
     with folder.locked():
+        folder.log_path.write_text("")
         _Supervisor(plan, folder, console).run()
 
 
@@ -161,7 +163,7 @@ class _Supervisor:
         stack.callback(_end_controller, ray_connection, client, controller)
         # NOTE: the proxy ends before the workers do: running requests have its grace.
         stack.callback(self._end_proxy, proxy)
-        ports = self._wait_until_ready(client, proxy, progress)
+        ports = self._wait_until_ready(ray_connection, client, proxy, progress)
         ray_connection.leave()
         # NOTE: and again: a driver that goes sets SIGTERM back to what it is without a handler.
         self._handle_signals()
@@ -244,9 +246,23 @@ class _Supervisor:
         )
 
     def _wait_until_ready(
-        self, client: ControllerClient, proxy: ProxyProcess, progress: StartProgress
+        self,
+        ray_connection: RayConnection,
+        client: ControllerClient,
+        proxy: ProxyProcess,
+        progress: StartProgress,
     ) -> Ports:
+        asked_s = time.monotonic()
+
         def check() -> None:
+            nonlocal asked_s
+            now_s = time.monotonic()
+            is_alive = ray_connection.has_own_processes
+            if is_alive and now_s - asked_s >= _START_CHECK_S:
+                asked_s, is_alive = now_s, ray_connection.is_alive()
+                self._note_processes()
+            if not is_alive:
+                raise StartFailed("Ray has ended")
             if proxy.ports() is not None:
                 progress.show("proxy", "ready", 1.0)
 
@@ -256,10 +272,12 @@ class _Supervisor:
             wait_for_workers(client, wait, progress)
             while (ports := proxy.ports()) is None:
                 wait.pause("the proxy")
+            state = self._write_state("starting", ports)
+            wait_for_http(state.reachable_host, ports.http_port, wait)
+            # NOTE: the last time before Ray is told good-bye, which a dead one takes badly.
+            check()
         except StartFailed as error:
             raise StartFailed(f"{error}\nlogs: {self.folder.path}") from error
-        state = self._write_state("starting", ports)
-        wait_for_http(state.reachable_host, ports.http_port, wait)
         progress.show("proxy", "ready", 1.0)
         return ports
 

@@ -5,7 +5,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from pdserve.processes import descendants, kill_noted, write_note
+from pdserve.processes import descendants, kill_naming, kill_noted, write_note
 
 _FOLDER_PREFIX = "pdserve-"
 
@@ -34,12 +34,14 @@ def note_processes(state_folder: Path) -> None:
 def remove_leftovers(state_folder: Path) -> None:
     """End the processes and remove the folder that were noted; their supervisor must be gone.
 
-    NOTE: Ray's agents outlive a raylet that is killed.
+    NOTE: Ray's agents outlive a raylet that is killed. Workers that it had just started are not
+    noted yet; until they rename themselves, their command lines name the folder.
     """
     kill_noted(state_folder / "ray_processes")
     note = state_folder / "ray_folder"
     if note.is_file():
         folder = Path(note.read_text())
         if folder.name.startswith(_FOLDER_PREFIX):
+            kill_naming(folder)
             shutil.rmtree(folder, ignore_errors=True)
         note.unlink()

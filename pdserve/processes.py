@@ -4,7 +4,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +34,8 @@ class ProcessId:
     def arguments(self) -> list[str]:
         """Its command line; empty if it is gone."""
         try:
-            return Path(f"/proc/{self.pid}/cmdline").read_bytes().decode().split("\0")[:-1]
+            text = Path(f"/proc/{self.pid}/cmdline").read_bytes().decode(errors="replace")
+            return text.split("\0")[:-1]
         except (FileNotFoundError, ProcessLookupError):
             return []
 
@@ -66,6 +67,20 @@ def descendants(root: int) -> list[ProcessId]:
     return below
 
 
+def ended_children() -> list[str]:
+    """What the kernel calls those children of this process that have ended, until waited for."""
+    names = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            start, _, end = path.read_text().rpartition(")")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        state, parent = end.split()[:2]
+        if state == "Z" and int(parent) == os.getpid():
+            names.append(start.partition("(")[2])
+    return names
+
+
 def write_note(path: Path, processes: Iterable[ProcessId]) -> None:
     """Note processes for whoever has to clean up after us.
 
@@ -79,13 +94,25 @@ def write_note(path: Path, processes: Iterable[ProcessId]) -> None:
 
 def kill_noted(path: Path) -> None:
     """End what of a note still runs, wait until it is gone, and forget the note."""
-    processes = _read_note(path)
+    _kill_all(_read_note(path))
+    path.unlink(missing_ok=True)
+
+
+def kill_naming(folder: Path) -> None:
+    """End processes whose command lines name files of a folder, and wait until they are gone."""
+    running = [
+        found[0] for path in Path("/proc").glob("[0-9]*") if (found := _read(int(path.name)))
+    ]
+    naming = [p for p in running if any(f"{folder}/" in part for part in p.arguments())]
+    _kill_all([process for process in naming if process.pid != os.getpid()])
+
+
+def _kill_all(processes: Sequence[ProcessId]) -> None:
     for process in processes:
         process.kill()
     deadline_s = time.monotonic() + _KILL_TIMEOUT_S
     while any(process.is_alive() for process in processes) and time.monotonic() < deadline_s:
         time.sleep(0.02)
-    path.unlink(missing_ok=True)
 
 
 def _read_note(path: Path) -> list[ProcessId]:

@@ -4,7 +4,9 @@ import atexit
 import logging
 import os
 import shutil
+import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -23,7 +25,7 @@ from pdserve.controller import ControllerActor
 from pdserve.controller_config import ControllerConfig
 from pdserve.errors import StartFailed
 from pdserve.leftovers import make_ray_folder, note_processes, remove_leftovers
-from pdserve.processes import ProcessId, descendants
+from pdserve.processes import ProcessId, descendants, ended_children
 
 NAMESPACE = "pdserve"
 _CONNECT_TIMEOUT_S = 2.0
@@ -122,7 +124,7 @@ def local_ray(
         for name, value in _CALM_AGENT.items():
             os.environ.setdefault(name, value)
         with ExitStack() as stack:
-            with _noted(state_folder):
+            with _noted(state_folder), _watched():
                 node = stack.enter_context(_own_node(num_cpus, object_store_bytes, folder))
                 connection = stack.enter_context(_connected(node.gcs_address))
             _end_spare_processes()
@@ -161,6 +163,27 @@ def _noted(state_folder: Path) -> Iterator[None]:
         thread.join()
         with suppress(OSError):
             note_processes(state_folder)
+
+
+@contextmanager
+def _watched() -> Iterator[None]:
+    """Give up when one of Ray's core processes, our children, ends while we wait for Ray.
+
+    NOTE: Ray's own patience with a raylet that died is a minute. A call of its library that is
+    under way is not cut off: the longest one, of a node that starts, takes half a minute.
+
+    Raises: StartFailed.
+    """
+
+    def look(*_: object) -> None:
+        if not set(_CORE_PROCESSES).isdisjoint(ended_children()):
+            raise StartFailed("Ray has ended")
+
+    previous = signal.signal(signal.SIGCHLD, look)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, previous or signal.SIG_DFL)
 
 
 @contextmanager
@@ -285,11 +308,21 @@ def _connected(address: str) -> Iterator[RayConnection]:
     try:
         yield connection
     finally:
-        if connection.has_own_processes:
+        if connection.is_alive():
             ray.shutdown()
-        else:
-            # NOTE: Ray ends a process at once that tells a dead raylet good-bye.
+        elif ray.is_initialized():
+            # NOTE: Ray ends a process at once that tells a dead raylet good-bye, and crashes one
+            # that goes without.
             atexit.unregister(ray.shutdown)
+            atexit.register(_end_at_once)
+
+
+def _end_at_once() -> None:
+    """Leave without what C++ libraries do at the end; only failures come here."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 @contextmanager

@@ -56,6 +56,7 @@ def wait_for_workers(client: ControllerClient, wait: Wait, progress: StartProgre
         for entry in status.membership.workers:
             progress.show_worker(entry)
             if entry.state == worker_pb2.WORKER_FAILED:
+                wait.check()  # it may know the reason of the reason
                 raise StartFailed(f"{entry.engine_id} cannot start: {entry.error}")
         waiting_for = unready(status)
         if not waiting_for:

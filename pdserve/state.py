@@ -74,7 +74,7 @@ class StateFolder:
 
     @property
     def log_path(self) -> Path:
-        """What a detached supervisor and the proxy say."""
+        """What a detached supervisor and the proxy say; emptied by the one that has the lock."""
         return self.path / "supervisor.log"
 
     @contextmanager

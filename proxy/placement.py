@@ -94,6 +94,8 @@ class Placement:
             path, reason = "local", "short"
         elif not workers:
             path, reason = "local", "no_prefiller"
+        elif not any(worker.can_hold(num_tokens) for worker in workers):
+            path, reason = "local", "too_long"
         elif journey.num_remote_failures >= _MAX_REMOTE_FAILURES:
             path, reason = "local", "prefill_failed"
         else:

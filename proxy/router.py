@@ -40,8 +40,13 @@ class WorkerSnapshot:
     """Share of its blocks that are held, 0..1."""
     block_size: int = 32
     max_model_len: int = 0
+    """Tokens that one request may have there; 0: as many as it likes."""
     kv_identity: str = ""
     """Model and quantisation: part of the salt of its block hashes."""
+
+    def can_hold(self, num_tokens: int) -> bool:
+        """Whether a request of so many tokens, and one more, has room there."""
+        return not self.max_model_len or num_tokens < self.max_model_len
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +80,7 @@ def choose(
         for worker in workers
         if worker.role == role
         and not worker.is_draining
+        and worker.can_hold(candidate.num_tokens)
         and worker.identity not in excluded
         and candidate.num_failures.get(worker.identity, 0) < max_failures
     ]

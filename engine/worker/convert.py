@@ -1,6 +1,7 @@
 """Wire messages to engine types and back; nothing past this file sees a proto request."""
 
 import time
+from collections.abc import Sequence
 
 from engine.logprobs import TokenLogprobs
 from engine.request import FinishReason, Request, RequestKey, RequestState, SamplingParams
@@ -49,6 +50,19 @@ def sampling_from_proto(sampling: worker_pb2.SamplingParams) -> SamplingParams:
     )
 
 
+def token_ids_from_proto(ids: Sequence[int], vocab_size: int, *, least: int = 1) -> list[int]:
+    """Token ids that the model can take.
+
+    Raises: ValueError: fewer than `least`, or one outside the vocabulary.
+    """
+    token_ids = list(ids)
+    if len(token_ids) < least:
+        raise ValueError("token_ids is empty")
+    if (largest := max(token_ids, default=0)) >= vocab_size:
+        raise ValueError(f"token id {largest} is outside the vocabulary of {vocab_size}")
+    return token_ids
+
+
 def request_from_proto(
     key: worker_pb2.RequestKey,
     work: worker_pb2.Work,
@@ -64,11 +78,7 @@ def request_from_proto(
 
     Raises: ValueError: no tokens, or a token id outside the vocabulary.
     """
-    token_ids = list(work.token_ids)
-    if not token_ids:
-        raise ValueError("token_ids is empty")
-    if max(token_ids) >= vocab_size:
-        raise ValueError(f"token id {max(token_ids)} is outside the vocabulary of {vocab_size}")
+    token_ids = token_ids_from_proto(work.token_ids, vocab_size)
     now_s = time.monotonic()
     return Request(
         request_id=key.request_id,

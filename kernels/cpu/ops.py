@@ -447,10 +447,8 @@ class CpuOps:
 
     def draw(self, logits: Tensor, params: DrawParams, numbers: Tensor) -> Tensor:
         """See `Ops.draw`; a NaN is never drawn."""
-        p = params
-        result: Tensor = torch.ops.pdserve_cpu.draw(
-            logits, p.inverse_temperature, p.log_min_p, p.top_k, p.top_p, numbers
-        )
+        options = params.inverse_temperature, params.log_min_p, params.top_k, params.top_p
+        result: Tensor = torch.ops.pdserve_cpu.draw(logits, *options, numbers)
         return result
 
     def queue(self) -> ThreadQueue:

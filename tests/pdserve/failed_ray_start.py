@@ -1,10 +1,11 @@
 """A start of Ray that fails, in a process of its own: what runs below it is ended.
 
-    python -m tests.pdserve.failed_ray_start FOLDER
+    python -m tests.pdserve.failed_ray_start FOLDER gives_up | waits
 
-Prints the id of a process that Ray left, then why the start failed.
+Prints the id of a process that Ray left, or of its raylet, then why the start failed.
 """
 
+import shutil
 import subprocess
 import sys
 import time
@@ -23,10 +24,20 @@ time.sleep(600)
 """
 
 
-def main(folder: Path) -> None:
-    """Start Ray with a state folder there."""
+def main(folder: Path, raylet_ends: str) -> None:
+    """Start Ray with a state folder there; gives_up, waits: what Ray does when its raylet ends."""
 
-    def start(*arguments: object, **options: object) -> NoReturn:
+    def wait(*arguments: object, **options: object) -> NoReturn:
+        """As Ray does when its raylet is killed: waits for it."""
+        program = folder / "raylet"
+        shutil.copy("/bin/sleep", program)
+        with subprocess.Popen([program, "600"]) as raylet:
+            print(raylet.pid, flush=True)
+            raylet.kill()
+            time.sleep(60)
+        raise AssertionError("nothing ended the wait")
+
+    def give_up(*arguments: object, **options: object) -> NoReturn:
         """As Ray does where few processes are allowed: ends its raylet alone, and gives up."""
         with subprocess.Popen(
             [sys.executable, "-c", _PARENT], stdout=subprocess.PIPE, text=True
@@ -43,7 +54,7 @@ def main(folder: Path) -> None:
         print(orphan, flush=True)
         raise Exception("The current node timed out during startup.")
 
-    with mock.patch.object(ray_runtime, "Node", start):
+    with mock.patch.object(ray_runtime, "Node", give_up if raylet_ends == "gives_up" else wait):
         try:
             with ray_runtime.local_ray(1, 80 << 20, folder):
                 pass
@@ -52,4 +63,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

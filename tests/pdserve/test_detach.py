@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pdserve.detach import stop_running
+from pdserve.config_file import load_config
+from pdserve.detach import start_detached, stop_running
+from pdserve.errors import StartFailed
+from pdserve.launch import Plan, _Supervisor, run_service
 from pdserve.processes import is_alive
 from pdserve.state import StateFolder
 
@@ -47,3 +50,32 @@ def test_a_supervisor_that_hangs_is_killed_with_all_that_it_started(
     assert not is_alive(int(worker_pid))
     assert not Path(ray_folder).exists()
     assert StateFolder(tmp_path, "s").read() is None
+
+
+def test_a_start_that_comes_second_leaves_the_log_of_the_first_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = StateFolder(tmp_path, "s")
+    monkeypatch.setattr(StateFolder, "check_free", lambda _: None)
+    ports = [f"--set={name}_port=0" for name in ("http", "grpc")]
+    with folder.locked():
+        folder.log_path.write_text("the first has begun\n")
+        with pytest.raises(StartFailed) as failure:
+            start_detached(
+                ["--state-dir", str(tmp_path), "--set", "service=s", *ports], folder, Console()
+            )
+        assert "service `s` runs already" in str(failure.value)
+        assert "the first" not in str(failure.value)
+        assert folder.log_path.read_text().startswith("the first has begun\n")
+
+
+def test_the_supervisor_with_the_lock_begins_a_new_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = StateFolder(tmp_path, "s")
+    folder.path.mkdir()
+    folder.log_path.write_text("an earlier service\n")
+    monkeypatch.setattr(_Supervisor, "run", lambda _: None)
+    plan = Plan(config=load_config(None), model_path=tmp_path, token="t", controller_port=1)
+    run_service(plan, folder, Console(quiet=True))
+    assert folder.log_path.read_text() == ""

@@ -237,6 +237,30 @@ def test_ctrl_c_during_the_start_stops_everything(tmp_path: Path, when_s: float)
     wait_for(lambda: are_gone(pids), 5)
 
 
+@pytest.mark.parametrize("actor", ["ControllerActor", "WorkerActor"])
+def test_a_ray_that_ends_during_the_start_ends_it_at_once(tmp_path: Path, actor: str) -> None:
+    """As an out-of-memory killer does it, before there are workers and once there are."""
+    cli = Cli(tmp_path)
+    with subprocess.Popen(
+        cli.command("up", *PORTS), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+
+        def has_actor() -> bool:
+            return any(actor in " ".join(p.arguments()) for p in descendants(process.pid))
+
+        wait_for(has_actor, 60)
+        processes = descendants(process.pid)
+        (raylet,) = (p for p in processes if p.name() == "raylet")
+        raylet.kill()
+        output, _ = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert "error: Ray has ended\n" in output
+    wait_for(lambda: are_gone(processes), 5)
+    assert not {"ray_folder", "ray_processes", "state.json"} & {
+        path.name for path in (tmp_path / "pdserve").iterdir()
+    }
+
+
 def test_nothing_outlives_a_killed_supervisor_or_a_killed_ray(tmp_path: Path) -> None:
     cli = Cli(tmp_path)
     assert cli.run("up", "--detach", *PORTS).returncode == 0

@@ -215,6 +215,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             key = (inner.key.request_id, inner.key.attempt)
             if kind in ("reserve", "prefill"):
                 self.works.append(inner.work)
+                if len(inner.work.token_ids) >= self.max_model_len:
+                    self._refuse(inner.key, out)
+                    continue
                 held = _Held(inner.work, asyncio.Queue())
                 self.held[key] = held
                 run = self._decode if kind == "reserve" else self._prefill
@@ -228,6 +231,14 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                     self._release(key, out)
             elif key in self.held:
                 self.held[key].orders.put_nowait(message.activate if kind == "activate" else None)
+
+    def _refuse(
+        self, key: worker_pb2.RequestKey, out: "asyncio.Queue[worker_pb2.WorkerMessage]"
+    ) -> None:
+        code, message = worker_pb2.FAILURE_INVALID, f"max_model_len is {self.max_model_len}"
+        failed = worker_pb2.Failed(key=key, code=code, message=message)
+        out.put_nowait(worker_pb2.WorkerMessage(failed=failed))
+        out.put_nowait(worker_pb2.WorkerMessage(released=worker_pb2.Released(key=key)))
 
     def _release(self, key: Key, out: "asyncio.Queue[worker_pb2.WorkerMessage]") -> None:
         if self.held.pop(key, None) is not None and not self.forgets_releases:

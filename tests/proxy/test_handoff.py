@@ -10,7 +10,7 @@ import pytest
 from protos import worker_pb2
 from proxy.tokenizer import Tokenizer
 from tests.proxy.conftest import MODEL, Stand, StandFactory
-from tests.proxy.fakes import hashed_token
+from tests.proxy.fakes import FakeWorker, hashed_token
 
 PROMPT = "The lighthouse stood at the end of the pier, and its keeper was old."
 NUM_TOKENS = 12
@@ -235,6 +235,62 @@ async def test_an_idle_decoder_computes_a_prompt_that_would_wait_for_another(
         assert (await waiting).status_code == 200
         await proxy.until_idle()
         assert all(w.num_pending_tokens == 0 for w in pool.snapshots())
+
+
+async def shorten(proxy: Stand, worker: FakeWorker, max_model_len: int) -> None:
+    """Let a worker come back with room for so many tokens."""
+    worker.max_model_len = max_model_len
+    await worker.stop()
+    await worker.start()
+    proxy.controller.publish()
+    pool = proxy.server.service.pool
+    await proxy.until(lambda: any(w.max_model_len == max_model_len for w in pool.snapshots()))
+
+
+async def test_a_prompt_goes_to_a_prefiller_that_can_hold_it(
+    stand: StandFactory, tokenizer: Tokenizer
+) -> None:
+    async with stand(num_prefillers=2) as proxy:
+        small, large = proxy.prefillers
+        await shorten(proxy, small, len(tokenizer.encode(PROMPT)))
+        for _ in range(8):
+            status, text, _, _ = await stream(proxy)
+            assert (status, text) == (200, undisturbed(tokenizer))
+        assert (len(small.works), large.num_prefills) == (0, 8)
+        await proxy.until_idle()
+
+
+async def test_what_no_prefiller_can_hold_the_decoder_prefills(
+    stand: StandFactory, tokenizer: Tokenizer
+) -> None:
+    async with stand() as proxy:
+        await shorten(proxy, proxy.prefillers[0], len(tokenizer.encode(PROMPT)))
+        status, text, _, done = await stream(proxy)
+        assert (status, text, done) == (200, undisturbed(tokenizer), True)
+        assert (proxy.prefillers[0].works, proxy.decoders[0].num_prefills) == ([], 1)
+        reason = {"path": "local", "reason": "too_long"}
+        assert proxy.metric("pdserve_disagg_decisions_total", **reason) == 1
+        await proxy.until_idle()
+
+
+async def test_a_stream_that_outgrew_the_prefillers_goes_on_at_another_decoder(
+    stand: StandFactory, tokenizer: Tokenizer
+) -> None:
+    async with stand(num_decoders=2) as proxy:
+        (prefiller,) = proxy.prefillers
+        await shorten(proxy, prefiller, len(tokenizer.encode(PROMPT)) + 4)
+        for worker in proxy.decoders:
+            worker.behavior.die_at = "token:8"
+            worker.behavior.token_delay_s = 0.02
+        request = asyncio.create_task(stream(proxy))
+        await proxy.until(lambda: any(w.works for w in proxy.decoders))
+        healthy = next(w for w in proxy.decoders if not w.works)
+        healthy.behavior.die_at = ""
+        status, text, _, done = await request
+        assert (status, text, done) == (200, undisturbed(tokenizer), True)
+        assert (prefiller.num_prefills, healthy.num_prefills) == (1, 1)
+        proxy.decoders[:] = [healthy]
+        await proxy.until_idle()
 
 
 async def test_attempts_are_bounded(stand: StandFactory) -> None:

@@ -45,6 +45,7 @@ snapshots = st.builds(
     num_active=st.integers(0, 1000),
     num_pending_tokens=st.integers(0, 100_000),
     kv_usage=st.floats(0, 1),
+    max_model_len=st.sampled_from([0, 1000, 1001, 8192]),
 )
 identities = st.tuples(st.sampled_from("abcdef"), st.integers(1, 3))
 
@@ -70,6 +71,7 @@ def test_the_choice_is_a_fitting_worker_with_the_lowest_score(
         and not w.is_draining
         and w.identity not in excluded
         and failures.get(w.identity, 0) < 2
+        and w.max_model_len != 1000
     }
     if not fitting:
         assert chosen is None
@@ -115,6 +117,13 @@ def test_a_new_worker_is_tried_although_others_hold_the_prefix() -> None:
     assert choose(workers, D, matched, max_failures=1) == ("b", 2)
     busy = [worker("a"), worker("b", identity=("b", 2), num_pending_tokens=5000)]
     assert choose(busy, D, matched, max_failures=1) == ("a", 1)
+
+
+def test_a_worker_is_no_choice_for_a_request_that_it_cannot_hold() -> None:
+    workers = [worker("a", max_model_len=1000), worker("b", num_active=900, kv_usage=1.0)]
+    assert choose(workers, D, candidate(num_tokens=999), max_failures=1) == ("a", 1)
+    assert choose(workers, D, candidate(num_tokens=1000), max_failures=1) == ("b", 1)
+    assert choose(workers[:1], D, candidate(num_tokens=1000), max_failures=1) is None
 
 
 def test_full_pools_are_avoided() -> None:
