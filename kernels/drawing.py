@@ -1,7 +1,8 @@
 """Drawing tokens: min_p, top_k and top_p narrow a row's distribution, one number picks from it.
 
-The specification of `Ops.draw` in plain PyTorch. A row is treated by its own values alone, its sums
-taken in one fixed order: it draws the same token in whatever batch it stands.
+The specification of `Ops.draw` and `Ops.argmax` in plain PyTorch. A row is treated by its own
+values alone, its sums taken in one fixed order: it draws the same token in whatever batch it
+stands.
 """
 
 from dataclasses import dataclass
@@ -31,6 +32,11 @@ class DrawParams:
     """[S, 1] float64, or what it is to be drawn with; 1: off."""
     max_top_k: int
     """Largest top_k of the rows that use it."""
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """Where the largest of each row is. [S, V] -> [S] int64."""
+    return logits.argmax(dim=-1)
 
 
 def draw(logits: Tensor, params: DrawParams, numbers: Tensor) -> Tensor:

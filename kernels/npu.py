@@ -37,7 +37,7 @@ from kernels.ascend.prolog import NpuLatentProlog
 from kernels.ascend.queue import StreamQueue, mark
 from kernels.ascend.streams import prefetch
 from kernels.device_queue import Wait
-from kernels.drawing import DrawParams, draw
+from kernels.drawing import argmax, draw
 from kernels.experts import (
     ExchangeGroup,
     ExchangeSizes,
@@ -457,13 +457,8 @@ class NpuOps:
         """See `Ops.top_k_top_p`."""
         return sampling.top_k_top_p(logits, top_k, top_p)
 
-    def argmax(self, logits: Tensor) -> Tensor:
-        """See `Ops.argmax`."""
-        return logits.argmax(dim=-1)
-
-    def draw(self, logits: Tensor, params: DrawParams, numbers: Tensor) -> Tensor:
-        """See `Ops.draw`."""
-        return draw(logits, params, numbers)
+    argmax = staticmethod(argmax)
+    draw = staticmethod(draw)
 
     def queue(self) -> StreamQueue:
         """See `Ops.queue`."""

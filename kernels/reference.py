@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from kernels import mla
 from kernels.device_queue import ThreadQueue, Wait, nothing_to_wait_for
-from kernels.drawing import DrawParams, draw
+from kernels.drawing import argmax, draw
 from kernels.experts import ExchangeGroup, ExchangeSizes, ExpertsByParts, GroupedProduct
 from kernels.gating import Gating
 from kernels.kv_cache import KVCache, read_blocks, write_rows
@@ -361,13 +361,8 @@ class ReferenceOps:
         """See `Ops.top_k_top_p`."""
         return top_k_top_p(logits, top_k, top_p)
 
-    def argmax(self, logits: Tensor) -> Tensor:
-        """See `Ops.argmax`."""
-        return logits.argmax(dim=-1)
-
-    def draw(self, logits: Tensor, params: DrawParams, numbers: Tensor) -> Tensor:
-        """See `Ops.draw`."""
-        return draw(logits, params, numbers)
+    argmax = staticmethod(argmax)
+    draw = staticmethod(draw)
 
     def queue(self) -> ThreadQueue:
         """See `Ops.queue`."""
