@@ -2,10 +2,12 @@
 
 Random models of a few layers, hidden states only. Both ways are taken in turns on the same batch;
 the ratio is the median over the turns. What a graph saves is Python's work between kernels, so it
-shows most where kernels are short: in small batches, and with small experts.
+shows most where kernels are short: in small batches, and with small experts. With --compile
+torch.compile's inductor takes its turns too, where it takes the whole model.
 """
 
 import argparse
+import re
 import statistics
 import sys
 import time
@@ -119,21 +121,42 @@ def in_turns(ways: list[Callable[[], Tensor]], budget_s: float) -> list[list[flo
     return turns
 
 
+def compiled(model: CausalLM, batch: Batch) -> tuple[Callable[[], Tensor], str] | None:
+    """The model's forward pass by inductor, and the seconds it took; None where that fails."""
+    run = torch.compile(model, fullgraph=True, dynamic=False)
+    started_s = time.perf_counter()
+    try:
+        run(batch.input_ids, batch.positions, batch.kv)
+    except torch._dynamo.exc.TorchDynamoException as error:
+        print(f"no torch.compile: {str(error).splitlines()[0]}", file=sys.stderr)
+        return None
+    took_s = time.perf_counter() - started_s
+    return lambda: run(batch.input_ids, batch.positions, batch.kv), f"{took_s:.1f}"
+
+
 @torch.inference_mode()
 def main() -> None:
     """Print a row per form and batch."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--form", default="", help="regular expression: of a form's name")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--budget-s", type=float, default=4.0, help="per row of the table")
+    parser.add_argument(
+        "--compile", action="store_true", help="and torch.compile, half a minute each"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     print(f"{arguments.threads} threads, {LAYERS} layers, medians")
-    print("| form | sequences | eager ms | replay ms | replay / eager | graphs | their MB |")
-    print("|---|---|---|---|---|---|---|")
+    print(
+        "| form | sequences | eager ms | replay ms | replay / eager | graphs | their MB "
+        "| compiled ms | after s |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
     most = max(arguments.batch)
-    models = {config: random_model(config) for config, _ in FORMS.values()}
-    for name, (config, num_rows) in FORMS.items():
+    forms = {name: form for name, form in FORMS.items() if re.search(arguments.form, name)}
+    models = {config: random_model(config) for config, _ in forms.values()}
+    for name, (config, num_rows) in forms.items():
         model, layout = models[config], kv_layout(config, BLOCK_SIZE)
         sizes = layout.shapes(most * -(-CONTEXT // BLOCK_SIZE))
         k_caches, v_caches = ([torch.zeros(s) for _ in range(LAYERS)] for s in sizes)
@@ -144,19 +167,24 @@ def main() -> None:
         for num_seqs in arguments.batch:
             batch = decode_batch(builder, num_seqs, num_rows)
             assert graphs.graph_size([batch]), f"{name}: {dict(graphs.stats.eager)}"
-            turns = in_turns(
-                [
-                    lambda m=model, b=batch: m(b.input_ids, b.positions, b.kv),
-                    lambda g=graphs, b=batch: g(b),
-                ],
-                arguments.budget_s,
+            ways = [
+                lambda m=model, b=batch: m(b.input_ids, b.positions, b.kv),
+                lambda g=graphs, b=batch: g(b),
+            ]
+            inductor = compiled(model, batch) if arguments.compile else None
+            if inductor is not None:
+                ways.append(inductor[0])
+            turns = in_turns(ways, arguments.budget_s)
+            eager_s, replay_s, *compiled_s = (
+                statistics.median(turn[i] for turn in turns) for i in range(len(ways))
             )
-            eager_s, replay_s = (statistics.median(turn[i] for turn in turns) for i in (0, 1))
-            ratio = statistics.median(replay / eager for eager, replay in turns)
+            ratio = statistics.median(turn[1] / turn[0] for turn in turns)
             stats = graphs.stats
             print(
                 f"| {name} | {num_seqs} | {1e3 * eager_s:.2f} | {1e3 * replay_s:.2f} "
-                f"| {ratio:.2f} | {stats.num_graphs} | {stats.num_graph_bytes / 1e6:.1f} |",
+                f"| {ratio:.2f} | {stats.num_graphs} | {stats.num_graph_bytes / 1e6:.1f} "
+                f"| {f'{1e3 * compiled_s[0]:.2f}' if inductor else ''} "
+                f"| {inductor[1] if inductor else ''} |",
                 flush=True,
             )
 
