@@ -88,6 +88,15 @@ def token_metadata(token: str) -> tuple[tuple[str, str], ...]:
     return ((TOKEN_METADATA, token),) if token else ()
 
 
+ACCEPTED = (("pdserve-link", "accepted"),)
+"""The initial metadata of a link that its reader lets in."""
+
+
+def is_accepted(metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:
+    """Whether a reader's initial metadata says so; a refused call has none."""
+    return ACCEPTED[0] in map(tuple, metadata or ())
+
+
 def is_authorized(metadata: Iterable[tuple[str, str | bytes]], token: str) -> bool:
     """Whether a call carries the token, compared in constant time.
 

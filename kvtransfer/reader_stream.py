@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import grpc.aio
 
-from kvtransfer.link import token_metadata
+from kvtransfer.link import is_accepted, token_metadata
 from protos import worker_pb2, worker_pb2_grpc
 
 # Idle, each message would be followed by a ping that measures the connection.
@@ -121,9 +121,11 @@ class ReaderStream:
             self._on_end(reason)
 
     async def _write(self, call: _Call) -> None:
-        # NOTE: a call that is over raises; its reason is what reading it raises.
+        # NOTE: a call that is over raises; its reason is what reading it raises. But a write to one
+        # that is about to be refused would make the reason an internal error.
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            await call.wait_for_connection()
+            if not is_accepted(await call.initial_metadata()):
+                return
             while (message := await self._outgoing.get()) is not None:
                 await call.write(message)
             await call.done_writing()

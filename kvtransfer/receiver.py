@@ -26,6 +26,7 @@ import grpc
 from kvtransfer.config import KVTransferConfig
 from kvtransfer.errors import TransportUnavailable
 from kvtransfer.link import (
+    ACCEPTED,
     KVArrived,
     KVFailed,
     KVQuiet,
@@ -161,7 +162,7 @@ class Receiver(worker_pb2_grpc.KVLinkServicer):
         if not is_authorized(context.invocation_metadata() or (), self._token):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong or missing cluster token")
         # The writer says hello when it has this: a write to a call that ended hides why it did.
-        await context.send_initial_metadata(())
+        await context.send_initial_metadata(ACCEPTED)
         hello = await self._first_message(request_iterator, context)
         answer = worker_pb2.ReaderHello(
             engine_id=self._engine_id,

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc.aio
 
-from kvtransfer.link import TOKEN_METADATA
+from kvtransfer.link import ACCEPTED, TOKEN_METADATA
 from protos import worker_pb2, worker_pb2_grpc
 
 DELAY_S = 0.3
@@ -39,6 +39,7 @@ class Relay(worker_pb2_grpc.KVLinkServicer):
         await server.stop(0.2)
 
     async def Link(self, request_iterator: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        await context.send_initial_metadata(ACCEPTED)
         metadata = [item for item in context.invocation_metadata() if item[0] == TOKEN_METADATA]
         async with grpc.aio.insecure_channel(self._reader_address) as channel:
             call = worker_pb2_grpc.KVLinkStub(channel).Link(

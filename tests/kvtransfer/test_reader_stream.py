@@ -1,15 +1,20 @@
 """The streams of links run on one event loop: a server's, or one of their own."""
 
+import asyncio
+import contextlib
 import queue
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future
+from typing import Any
 
+import grpc.aio
 import pytest
 
 from engine.worker.server import ServerThread
 from kvtransfer.reader_stream import ReaderStream, StreamLoop
-from protos import worker_pb2
+from protos import worker_pb2, worker_pb2_grpc
 from tests.kvtransfer.harness import TOKEN, ReaderThread, Writer
 
 
@@ -68,3 +73,46 @@ def test_a_stream_to_nobody_ends_and_says_why() -> None:
             stream.close()
             loop.close(5.0)
     assert messages.empty()
+
+
+class RefusingReader(worker_pb2_grpc.KVLinkServicer):
+    """Refuses a link late, and notes whether anything was said on it before."""
+
+    def __init__(self) -> None:
+        self.said: list[worker_pb2.WriterMessage] = []
+
+    async def Link(self, request_iterator: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        await context.send_initial_metadata(())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.3):
+                self.said.append(await anext(request_iterator))
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "no")
+        yield worker_pb2.ReaderMessage()
+
+
+def test_nothing_is_written_before_the_reader_lets_it_in() -> None:
+    refusing, server = RefusingReader(), ServerThread("grpc")
+    address: Future[str] = Future()
+
+    async def serve() -> grpc.aio.Server:
+        grpc_server = grpc.aio.server()
+        worker_pb2_grpc.add_KVLinkServicer_to_server(refusing, grpc_server)
+        port = grpc_server.add_insecure_port("127.0.0.1:0")
+        await grpc_server.start()
+        address.set_result(f"127.0.0.1:{port}")
+        return grpc_server
+
+    serving = asyncio.run_coroutine_threadsafe(serve(), server.loop)
+    ended: queue.Queue[str] = queue.Queue()
+    loop = StreamLoop()
+    stream = ReaderStream(loop, address.result(10), TOKEN, lambda message: None, ended.put)
+    stream.send(worker_pb2.WriterMessage(hello=worker_pb2.WriterHello()))
+    stream.open()
+    try:
+        assert "UNAUTHENTICATED" in ended.get(timeout=20)
+        assert refusing.said == []
+    finally:
+        stream.close()
+        loop.close(5.0)
+        asyncio.run_coroutine_threadsafe(serving.result().stop(None), server.loop).result(10)
+        server.stop()
