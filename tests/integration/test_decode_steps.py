@@ -24,10 +24,10 @@ def service(packaged_service: Service) -> Iterator[Service]:
 
 
 def decoder_metric(service: Service, name: str) -> float:
-    found = re.findall(
-        rf'^{name}{{[^}}]*engine_id="decoder-0"[^}}]*}} (\S+)$', service.metrics(), re.M
-    )
-    (value,) = found
+    """Once the proxy knows it, which takes a moment after the start."""
+    line = re.compile(rf'^{name}{{[^}}]*engine_id="decoder-0"[^}}]*}} (\S+)$', re.M)
+    wait_until(lambda: line.search(service.metrics()) is not None, 10, f"the proxy knows {name}")
+    (value,) = line.findall(service.metrics())
     return float(value)
 
 
