@@ -69,6 +69,19 @@ class RowDraw {
     return std::min(kChunk, vocab_size_ - first_of(chunk));
   }
 
+  // Of a row; at most 0, but for infinite logits. NOTE: a copy of what they are made of stays in
+  // registers, whatever a loop writes.
+  struct Scores {
+    explicit Scores(const RowDraw& row)
+        : logits(row.logits_), highest(row.highest_), inverse(row.inverse_temperature_) {}
+
+    // Those of tokens [i, i + live).
+    Vec at(int64_t i, int64_t live) const { return (load(logits + i, live) - highest) * inverse; }
+
+    const float* logits;
+    Vec highest, inverse;
+  };
+
   void read(const LogitRows& rows, int64_t row, float inverse_temperature) {
     logits_ = rows.logits + row * rows.ld;
     vocab_size_ = rows.vocab_size;
@@ -87,13 +100,13 @@ class RowDraw {
 
   // The weights of a chunk, zero where the score is below `least`; returns their sum.
   float weigh(int64_t chunk, float least, float* weights) const {
-    const float* logits = logits_ + first_of(chunk);
-    const int64_t count = count_of(chunk);
-    const Vec highest(highest_), inverse(inverse_temperature_), bound(least);
+    const int64_t first = first_of(chunk), count = count_of(chunk);
+    const Scores row(*this);
+    const Vec bound(least);
     Vec sum(0.f);
     for (int64_t i = 0; i < count; i += kLanes) {
       const int64_t live = std::min<int64_t>(kLanes, count - i);
-      const Vec scores = (load(logits + i, live) - highest) * inverse;
+      const Vec scores = row.at(first + i, live);
       Vec kept = Vec::blendv(Vec(0.f), scores.exp_u20(), scores >= bound);
       if (live < kLanes) kept = Vec::set(Vec(0.f), kept, live);
       kept.store(weights + i);
@@ -140,12 +153,15 @@ class RowDraw {
     float bound = kMinusInf;
     if (k <= num_chunks_) {
       order_ = largest_;
-      std::nth_element(order_.begin(), order_.begin() + (k - 1), order_.end(), std::greater<>());
-      bound = order_[k - 1];
+      bound = kth_of_order(k);
     }
     find(bound);
     if (num_found_ <= k) return bound;
     order_.assign(scores_.begin(), scores_.begin() + num_found_);
+    return kth_of_order(k);
+  }
+
+  float kth_of_order(int64_t k) {
     std::nth_element(order_.begin(), order_.begin() + (k - 1), order_.end(), std::greater<>());
     return order_[k - 1];
   }
@@ -166,7 +182,8 @@ class RowDraw {
       scores_.resize(vocab_size_ + 1);
     }
     constexpr int kNoLane = (1 << kLanes) - 1;
-    const Vec highest(highest_), inverse(inverse_temperature_), bound(least);
+    const Scores row(*this);
+    const Vec bound(least);
     int32_t* token = tokens_.data();
     float* kept = scores_.data();
     for (int64_t chunk = 0; chunk < num_chunks_; ++chunk) {
@@ -174,7 +191,7 @@ class RowDraw {
       const int64_t end = first_of(chunk) + count_of(chunk);
       for (int64_t i = first_of(chunk); i < end; i += kLanes) {
         const int64_t live = std::min<int64_t>(kLanes, end - i);
-        const Vec scores = (load(logits_ + i, live) - highest) * inverse;
+        const Vec scores = row.at(i, live);
         if ((scores >= bound).zero_mask() == kNoLane) continue;
         float lanes[kLanes];
         scores.store(lanes);
