@@ -42,8 +42,8 @@ COLOCATED = ("--set", "prefiller.replicas=0", "--set", "decoder.max_prefill_toke
 FLOAT32 = ("--set", "quantization=none")
 """Weights as those of a peer that holds them in float32."""
 
-EIGHT_BITS = ("--set", "cpu.activation_bits=8")
-"""Inputs of products with 4-bit weights in 8 bits, as llama.cpp has them."""
+SIXTEEN_BITS = ("--set", "cpu.activation_bits=16")
+"""Inputs of products with 4-bit weights in 16 bits; a service takes 8, as llama.cpp does."""
 
 VLLM = "vLLM CPU"
 
@@ -93,7 +93,7 @@ def add_peer_options(parser: argparse.ArgumentParser) -> None:
 def chosen_services(arguments: argparse.Namespace, options: Sequence[str] = ()) -> list[Service]:
     """Ours as PD and as one worker, with `options` of `pdserve up`, and vLLM where it is given.
 
-    Weights are as the model's file holds them, with activations of 16 and of 8 bits, and float32.
+    Weights are as the model's file holds them, with activations of 8 and of 16 bits, and float32.
 
     All run with the instructions that `--isa` leaves them.
     """
@@ -103,8 +103,8 @@ def chosen_services(arguments: argparse.Namespace, options: Sequence[str] = ()) 
     services = [
         pdserve("PD", options),
         pdserve("colocated", [*options, *COLOCATED]),
-        pdserve("PD, 8-bit activations", [*options, *EIGHT_BITS]),
-        pdserve("colocated, 8-bit activations", [*options, *COLOCATED, *EIGHT_BITS]),
+        pdserve("PD, 16-bit activations", [*options, *SIXTEEN_BITS]),
+        pdserve("colocated, 16-bit activations", [*options, *COLOCATED, *SIXTEEN_BITS]),
         pdserve("PD, float32 weights", [*options, *FLOAT32]),
         pdserve("colocated, float32 weights", [*options, *COLOCATED, *FLOAT32]),
     ]

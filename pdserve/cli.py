@@ -167,11 +167,14 @@ def config(
     overrides: Overrides = None,
     insecure: Insecure = False,
     resolved: Annotated[
-        bool, typer.Option("--resolved", help="Fill in name and threads; fetch a model of the hub.")
+        bool,
+        typer.Option(
+            "--resolved", help="Fill in name, threads and bits; fetch a model of the hub."
+        ),
     ] = False,
 ) -> None:
     """Check a configuration, against its model too if that is here, and print it with defaults."""
-    from pdserve.config import resolve, user_values
+    from pdserve.config import resolve, settle, user_values
     from pdserve.config_file import load_config
     from pdserve.model_fit import check_fit
     from pdserve.models import find_model, find_model_at_hand
@@ -181,6 +184,7 @@ def config(
         loaded = resolve(loaded)
         found = find_model(loaded.model)
         check_fit(loaded, found)
+        loaded = settle(loaded, is_latent=found.is_latent)
         print(f"# model files: {found.path}")
     elif at_hand := find_model_at_hand(loaded.model):
         check_fit(loaded, at_hand)

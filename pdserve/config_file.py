@@ -13,7 +13,8 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from pdserve.config import DERIVED, ServiceConfig, check
+from pdserve.config import DERIVED, ServiceConfig
+from pdserve.config_checks import check
 from pdserve.errors import ConfigError
 from pdserve.units import parse_bytes, parse_seconds
 
@@ -191,17 +192,17 @@ def _sections(section: type) -> Iterator[tuple[str, type]]:
 
 
 def _wrong_choices(values: Values, section: type, path: str) -> Iterator[tuple[str, str]]:
-    """(key, problem) where one of some whole numbers is asked for.
+    """(key, problem) where a whole number is among what may be chosen.
 
     NOTE: to pydantic 8.0 is 8, and a number of many digits is none.
     """
     for name, kind in get_type_hints(section).items():
         choices = get_args(kind) if get_origin(kind) is Literal else ()
-        if name in values and choices and all(type(choice) is int for choice in choices):
+        if name in values and int in map(type, choices):
             value, full = values[name], f"{path}{name}"
-            if type(value) is not int or value not in choices:
-                expected = " or ".join(map(str, choices))
-                yield full, _refusal(full, value, f"one of {expected}")
+            if not any(type(value) is type(choice) and value == choice for choice in choices):
+                *others, last = map(repr, choices)
+                yield full, _refusal(full, value, f"one of {', '.join(others)} or {last}")
     for name, kind in _sections(section):
         if isinstance(inner := values.get(name), dict):
             yield from _wrong_choices(inner, kind, f"{path}{name}.")

@@ -46,6 +46,11 @@ class ModelFiles:
     may_keep: bool
     """Whether weights may be in a form that `quantization: native` keeps; False is certain."""
 
+    @property
+    def is_latent(self) -> bool:
+        """Whether its attention is latent (MLA)."""
+        return self.config.mla is not None
+
 
 def check_folder(folder: Path) -> ModelFiles:
     """Check a Hugging Face folder.

@@ -20,7 +20,9 @@ def check_fit(config: ServiceConfig, model: ModelFiles) -> None:
     Raises: ConfigError: with every problem; each names field, value and limit.
     """
     problems = [*_length_problems(config, model), *_weight_problems(config, model)]
-    workers = worker_configs(config, model_path=str(model.path), token="")
+    workers = worker_configs(
+        config, model_path=str(model.path), is_latent=model.is_latent, token=""
+    )
     replicas = (config.prefiller.replicas, config.decoder.replicas)
     for role, number, worker in zip(("prefiller", "decoder"), replicas, workers, strict=True):
         if number:
@@ -41,7 +43,7 @@ def _weight_problems(config: ServiceConfig, model: ModelFiles) -> Iterator[str]:
             f"quantization is native, but {model.path} holds no weights in a form that can be "
             "kept: use auto, none, int8 or int4"
         )
-    if config.kv_cache_dtype == "int8" and config.ops == "npu" and model.config.mla is not None:
+    if config.kv_cache_dtype == "int8" and config.ops == "npu" and model.is_latent:
         yield "kv_cache_dtype is int8: ops npu take latents in floats alone, use auto"
 
 
