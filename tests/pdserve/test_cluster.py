@@ -174,13 +174,13 @@ def test_ray_up_serves_a_request_and_ray_down_ends_it(host: Host) -> None:
     url = f"http://127.0.0.1:{http_port}/v1/chat/completions"
     body = {
         "model": "smollm2-135m-instruct",
-        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "messages": [{"role": "user", "content": "What is the capital of Germany?"}],
         "max_tokens": 16,
         "temperature": 0,
     }
     reply = httpx.post(url, json=body, timeout=60, trust_env=False)
     assert reply.status_code == 200, reply.text
-    assert "Paris" in reply.json()["choices"][0]["message"]["content"]
+    assert "Berlin" in reply.json()["choices"][0]["message"]["content"]
     ray_cli(host, "down", "-y", str(cluster))
     deadline_s = time.monotonic() + 30
     while is_open(http_port):

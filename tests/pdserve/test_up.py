@@ -12,7 +12,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from kernels.cpu.options import CpuOptions
+from pdserve.models import resolve_model
 from pdserve.processes import ProcessId, descendants, is_alive
+from tests.integration.alone import greedy_alone
 
 pytestmark = pytest.mark.e2e
 
@@ -83,9 +86,34 @@ def test_the_service_answers_and_status_shows_both_workers_ready(service: Cli) -
     assert models["data"][0]["id"] == "smollm2-135m-instruct"
 
 
+def test_tokens_of_the_default_service_are_those_of_one_process(service: Cli) -> None:
+    prompts = [[1 + (7 * i + n * i * i) % 40000 for i in range(n)] for n in (5, 33, 300)]
+    expected = greedy_alone(
+        resolve_model("smollm2-135m-instruct"),
+        prompts,
+        32,
+        quantization="native",
+        cpu=CpuOptions(activation_bits=8),
+    )
+    reply = httpx.post(
+        f"{service.status()['http_url']}/v1/completions",
+        json={
+            "model": "smollm2-135m-instruct",
+            "prompt": prompts,
+            "max_tokens": 32,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        },
+        timeout=60,
+        trust_env=False,
+    ).json()
+    assert [choice["token_ids"] for choice in reply["choices"]] == expected
+
+
 def test_chat_streams_an_answer(service: Cli) -> None:
-    result = service.run("chat", "What is the capital of France?", "--max-tokens", "20")
-    assert "Paris" in result.stdout, result.stdout + result.stderr
+    result = service.run("chat", "What is the capital of Germany?", "--max-tokens", "20")
+    assert "Berlin" in result.stdout, result.stdout + result.stderr
 
 
 def test_a_second_start_of_the_same_service_is_refused_with_where_it_runs(service: Cli) -> None:
