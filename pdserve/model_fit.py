@@ -68,7 +68,8 @@ def _role_problems(
             f"{role}.kv_cache_bytes is {worker.kv_cache_bytes}: must be at least {num_bytes}, "
             f"which one block of {worker.block_size} tokens (block_size) takes"
         )
-    elif worker.max_model_len is not None:
+    elif role == "decoder" and worker.max_model_len is not None:
+        # What is longer than a prefiller's cache, decoders compute themselves.
         needed = -(-worker.max_model_len // worker.block_size) * num_bytes
         if worker.kv_cache_bytes < needed:
             yield (

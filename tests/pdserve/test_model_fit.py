@@ -105,10 +105,11 @@ def test_as_many_bytes_as_a_block_takes_are_enough(packaged: ModelFiles) -> None
     assert refused(packaged, two, "max_model_len=64") == []
     assert refused(packaged, two, "max_model_len=65") != []
     assert refused(packaged, "max_model_len=8192") == []
+    assert refused(packaged, "prefiller.kv_cache_bytes=2MiB", "max_model_len=8192") == []
 
 
 def test_a_role_without_workers_is_not_looked_at(packaged: ModelFiles) -> None:
-    small = ["prefiller.kv_cache_bytes=2MiB", "max_model_len=512"]
+    small = ["prefiller.kv_cache_bytes=1MiB"]
     assert refused(packaged, *small) != []
     assert refused(packaged, *small, "prefiller.replicas=0") == []
     assert refused(packaged, "prefiller.replicas=0", "prefiller.tp=2") == []
