@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,6 +25,8 @@ from kernels.ops import Ops, select_ops
 
 NUM_LAYERS = 30
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 9, 3, 64, 32
+# Sequences that begin alike; not all layers, as 32 of them fill 49 MB in each.
+NUM_PREFIX_LAYERS, PREFIX_BLOCK_SIZE = 10, 16
 LINEARS = {  # name -> (out_features, in_features, how many)
     "qkv": (960, 576, NUM_LAYERS),
     "o": (576, 576, NUM_LAYERS),
@@ -113,6 +116,40 @@ def _paged(num_seqs: int, context: int, q_len: int) -> Callable[[Ops], None]:
             backend.paged_attention(q, k, v, table, starts, contexts, HEAD_DIM**-0.5, q_len)
 
     return run
+
+
+def _paged_alike(num_seqs: int, context: int, common: int) -> dict[str, Callable[[Ops], None]]:
+    """Decode attention of sequences that begin alike, in own blocks and in the same ones."""
+    blocks, num_common = -(-context // PREFIX_BLOCK_SIZE), common // PREFIX_BLOCK_SIZE
+    shape = (num_seqs * blocks, NUM_KV_HEADS, PREFIX_BLOCK_SIZE, HEAD_DIM)
+    caches = [(torch.randn(shape), torch.randn(shape)) for _ in range(NUM_PREFIX_LAYERS)]
+    q = torch.randn(num_seqs, NUM_HEADS, HEAD_DIM)
+    own = torch.randperm(num_seqs * blocks, dtype=torch.int32).view(num_seqs, blocks)
+    shared = own.clone()
+    shared[:, :num_common] = own[0, :num_common]
+    starts = torch.arange(num_seqs + 1, dtype=torch.int32)
+    contexts = torch.full((num_seqs,), context, dtype=torch.int32)
+
+    def over(table: torch.Tensor) -> Callable[[Ops], None]:
+        def run(backend: Ops) -> None:
+            for k, v in caches:
+                backend.paged_attention(q, k, v, table, starts, contexts, HEAD_DIM**-0.5, 1)
+
+        return run
+
+    return {"shared": over(shared), "own": over(own)}
+
+
+def bench_prefix(ops: Ops, num_seqs: int, context: int, common: int, budget_s: float) -> Row:
+    """Decode attention over a prefix in the same blocks against copies of it."""
+    runs = _paged_alike(num_seqs, context, common)
+    times = measure({name: partial(run, ops) for name, run in runs.items()}, budget_s)
+    return Row(
+        work=f"prefix N={num_seqs} context={context} common={common}",
+        threads=torch.get_num_threads(),
+        median_ms=times,
+        rate="",
+    )
 
 
 def bench_attention(ops: Ops, num_seqs: int, context: int, q_len: int, budget_s: float) -> Row:
@@ -217,6 +254,8 @@ def main() -> None:
                 (1, 4096, 512),
             ):
                 show(bench_attention(ops, num_seqs, context, q_len, args.budget_s))
+            for num_seqs in (8, 32):
+                show(bench_prefix(ops, num_seqs, 1000, 900, args.budget_s))
     if args.json:
         print(json.dumps([asdict(row) for row in rows], indent=1))
 

@@ -1,19 +1,17 @@
 // Causal attention over a paged KV cache: decode and prefill are one algorithm.
 //
-// A work item is (sequence, KV head, some queries, some key tiles). Its rows are the queries of all
-// heads that share the KV head, so each key and value is read once for all of them. A key tile is
-// always keys [128 i, 128 i + 128) of the sequence; each tile gives every row a partial (max, sum,
-// output), and partials are folded in ascending tile order:
-//
-//   few rows (decode):  one item per tile, partials to a workspace, folded when all are done
-//                       (an only tile is folded at once)
-//   many rows (prefill): one item goes through all tiles and folds as it goes
+// A work item is (KV head, some queries, some key tiles); see attention_plan.h. Its rows are the
+// queries of all heads that share the KV head, so each key and value is read once for all of them.
+// A key tile is always keys [128 i, 128 i + 128) of the sequence; each tile gives every row a
+// partial (max, sum, output), and partials are folded in ascending tile order: of few rows when all
+// items are done, of many by the one item that goes through all tiles.
 //
 // NOTE: both do the same arithmetic in the same order, so a row's result is the same bits in every
 // batch, chunking and number of threads.
 //
 // Source: Milakov and Gimelshein 2018 (online softmax); Dao et al. 2022 (FlashAttention);
 // Flash-Decoding (split over keys).
+#include "attention_plan.h"
 #include "kernels.h"
 #include "microkernel.h"
 #include "prefetch.h"
@@ -22,7 +20,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <memory>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -30,45 +27,43 @@
 namespace pdserve {
 namespace {
 
-constexpr int64_t kTileKeys = 128;
 constexpr int64_t kBlockRows = 48;        // rows whose scores are held at once: 24 KB
-constexpr int64_t kMaxSplitRows = 48;     // up to here an item is a single key tile,
-constexpr int64_t kMaxSplitQueries = 8;   // and also with so few queries of however many heads
-constexpr int64_t kMaxItemRows = 192;     // rows that share one transposed key tile
 constexpr int64_t kMinRunForInPlace = 8;  // smaller blocks are copied together before P V
 constexpr int64_t kLineFloats = kCacheLine / sizeof(float);
 
-struct Item {
-  int64_t seq, kv_head, first_query, num_queries, first_tile, num_tiles;
-  float* partials;  // [rows, value_dim padded + 2] of a split item, or null
+// Of an item: a query of one head. It sees keys [first, limit) of its sequence.
+struct Row {
+  int64_t first, limit;
+  float* partial;  // where it is kept, or null
 };
 
 // T: what the caches hold, float or int8_t.
 template <typename T>
 class Attention {
  public:
-  explicit Attention(const AttentionArgs& args)
+  Attention(const AttentionArgs& args, const AttentionPlan& plan)
       : args_(args),
+        plan_(plan),
         group_(args.num_heads / args.num_kv_heads),
         key_dim_(args.parts[0].keys.dim + args.parts[1].keys.dim),
         dim_(round_up<int64_t>(args.values.dim, kLanes)),
         run_(std::min(args.block_size, kTileKeys)) {}
 
   void run() {
-    plan();
-    const auto num_items = static_cast<int64_t>(items_.size());
-    const auto num_folds = static_cast<int64_t>(folds_.size());
+    const auto &items = plan_.items(), &folds = plan_.folds();
+    const auto num_items = static_cast<int64_t>(items.size());
+    const auto num_folds = static_cast<int64_t>(folds.size());
     // Tiles of decode rows are all alike, and there are many.
     const int64_t chunk =
-        has_whole_items_ ? 1 : std::clamp<int64_t>(num_items / (4 * num_threads()), 1, 16);
+        plan_.has_even_items() ? std::clamp<int64_t>(num_items / (4 * num_threads()), 1, 16) : 1;
     parallel_dynamic(num_items, chunk, [&](int64_t begin, int64_t end) {
       Scratch scratch(*this);
       for (int64_t i = begin; i < end; ++i)
-        compute(items_[i], i + 1 < num_items ? &items_[i + 1] : nullptr, scratch);
+        compute(items[i], i + 1 < num_items ? &items[i + 1] : nullptr, scratch);
     });
     parallel_dynamic(num_folds, 8, [&](int64_t begin, int64_t end) {
       Scratch scratch(*this);
-      for (int64_t i = begin; i < end; ++i) fold(folds_[i], scratch);
+      for (int64_t i = begin; i < end; ++i) fold(folds[i], scratch);
     });
   }
 
@@ -79,7 +74,10 @@ class Attention {
     explicit Scratch(const Attention& a) {
       // NOTE: kept for the life of the thread; a fresh one would be paged in anew in every layer.
       thread_local std::vector<float> floats;
+      thread_local std::vector<Row> kept_rows;
       const int64_t rows = std::max(kMaxItemRows, kMaxSplitQueries * a.group_);
+      if (static_cast<int64_t>(kept_rows.size()) < rows) kept_rows.resize(rows);
+      row = kept_rows.data();
       const std::pair<float**, int64_t> parts[] = {{&q, rows * a.key_dim_},
                                                    {&out, rows * a.dim_},
                                                    {&partial, kBlockRows * a.dim_},
@@ -103,6 +101,7 @@ class Attention {
     }
 
     float *q, *out, *partial, *keys, *values, *scores, *max, *sum, *tile_max, *tile_sum, *scales;
+    Row* row;
     Prefetches ahead;  // what this tile's values, and the next tile, are read from
 
     // The item whose first tile was prefetched by this thread; a hint, it may be gone.
@@ -112,98 +111,11 @@ class Attention {
     }
   };
 
-  int64_t query_len(int64_t seq) const {
-    return args_.cu_seqlens_q[seq + 1] - args_.cu_seqlens_q[seq];
-  }
-
-  // Keys that query `query` of `seq` sees.
-  int64_t limit(int64_t seq, int64_t query) const {
-    return args_.context_lens[seq] - query_len(seq) + query + 1;
-  }
-
-  // The first key that query `query` of `seq` sees.
-  int64_t first_seen(int64_t seq, int64_t query) const {
-    return args_.window ? std::max<int64_t>(0, limit(seq, query) - args_.window) : 0;
-  }
-
-  bool is_split(int64_t seq) const {
-    return query_len(seq) <= kMaxSplitQueries || query_len(seq) * group_ <= kMaxSplitRows;
-  }
-
-  void plan() {
-    int64_t partial_floats = 0, prefill_rows = 0;
-    for (int64_t seq = 0; seq < args_.num_seqs; ++seq) {
-      const int64_t rows = query_len(seq) * group_;
-      if (is_split(seq))
-        partial_floats += args_.num_kv_heads * num_tiles(seq) * rows * (dim_ + 2);
-      else
-        prefill_rows += args_.num_kv_heads * rows;
-    }
-    workspace_.reset(new float[partial_floats]);
-    // Smaller items where there are few, so that no thread waits long for the last one.
-    const int64_t wanted = ceil_div<int64_t>(prefill_rows, 6 * num_threads());
-    const int64_t item_rows = std::clamp<int64_t>(round_up<int64_t>(wanted, 24), 24, kMaxItemRows);
-    const int64_t item_queries = std::max<int64_t>(1, item_rows / group_);
-    float* partials = workspace_.get();
-    for (int64_t seq = 0; seq < args_.num_seqs; ++seq) {
-      if (is_split(seq))
-        partials = plan_split(seq, partials);
-      else
-        plan_whole(seq, item_queries);
-    }
-    if (has_whole_items_) deal();
-  }
-
-  // The longest items first in both halves of the list, which threads begin with; see threads.h.
-  void deal() {
-    std::stable_sort(items_.begin(), items_.end(), [](const Item& a, const Item& b) {
-      return a.num_queries * a.num_tiles > b.num_queries * b.num_tiles;
-    });
-    std::vector<Item> dealt;
-    for (size_t first : {0, 1})
-      for (size_t i = first; i < items_.size(); i += 2) dealt.push_back(items_[i]);
-    items_ = std::move(dealt);
-  }
-
-  int64_t num_tiles(int64_t seq) const {
-    return ceil_div<int64_t>(args_.context_lens[seq], kTileKeys) - first_seen(seq, 0) / kTileKeys;
-  }
-
-  float* plan_split(int64_t seq, float* partials) {
-    const int64_t queries = query_len(seq), tiles = num_tiles(seq);
-    if (queries == 0) return partials;
-    const int64_t first_tile = first_seen(seq, 0) / kTileKeys;
-    for (int64_t head = 0; head < args_.num_kv_heads; ++head) {
-      if (tiles == 1) {
-        items_.push_back({seq, head, 0, queries, first_tile, 1, nullptr});
-        continue;
-      }
-      folds_.push_back({seq, head, 0, queries, first_tile, tiles, partials});
-      for (int64_t tile = first_tile; tile < first_tile + tiles; ++tile) {
-        items_.push_back({seq, head, 0, queries, tile, 1, partials});
-        partials += queries * group_ * (dim_ + 2);
-      }
-    }
-    return partials;
-  }
-
-  void plan_whole(int64_t seq, int64_t item_queries) {
-    const int64_t queries = query_len(seq);
-    has_whole_items_ = true;
-    for (int64_t head = 0; head < args_.num_kv_heads; ++head) {
-      for (int64_t first = 0; first < queries; first += item_queries) {
-        const int64_t count = std::min(item_queries, queries - first);
-        const int64_t first_tile = first_seen(seq, first) / kTileKeys;
-        const int64_t end_tile = ceil_div<int64_t>(limit(seq, first + count - 1), kTileKeys);
-        items_.push_back({seq, head, first, count, first_tile, end_tile - first_tile, nullptr});
-      }
-    }
-  }
-
   void compute(const Item& item, const Item* next_item, Scratch& s) const {
-    const int64_t rows = item.num_queries * group_;
-    load_queries(item, s.q);
-    if (!item.partials) reset(rows, s);
+    const int64_t rows = item.num_rows;
+    load_queries(item, s);
+    const bool is_folded = !s.row[0].partial;
+    if (is_folded) reset(rows, s);
     const int64_t end_tile = item.first_tile + item.num_tiles;
     for (int64_t tile = item.first_tile; tile < end_tile; ++tile) {
       const int64_t first_key = tile * kTileKeys;
@@ -220,13 +132,12 @@ class Attention {
         compute_block(item, first_key, row, std::min(kBlockRows, rows - row), s);
     }
     Scratch::foreseen() = next_item;
-    if (!item.partials) store(item, s);
+    if (is_folded) store(item, s);
   }
 
   // Keys of a tile that some query of the item sees.
   int64_t keys_of(const Item& item, int64_t tile) const {
-    const int64_t last_query = item.first_query + item.num_queries - 1;
-    return std::min(kTileKeys, limit(item.seq, last_query) - tile * kTileKeys);
+    return std::min(kTileKeys, plan_.members_of(item)->num_keys - tile * kTileKeys);
   }
 
   void foresee(const Item& item, int64_t tile, Prefetches& ahead) const {
@@ -253,10 +164,11 @@ class Attention {
   // products half of it: as they take a third of the time each.
   void compute_block(const Item& item, int64_t first_key, int64_t row, int64_t rows,
                      Scratch& s) const {
-    const int64_t last_query = item.first_query + (row + rows - 1) / group_;
-    const int64_t num_keys = std::min(kTileKeys, limit(item.seq, last_query) - first_key);
+    const Row* const block = s.row + row;
+    const int64_t num_keys = std::min(kTileKeys, block[rows - 1].limit - first_key);
     if (num_keys <= 0) {
-      if (item.partials) std::fill_n(item.partials + row * (dim_ + 2), rows * (dim_ + 2), 0.f);
+      for (int64_t r = 0; r < rows; ++r)
+        if (block[r].partial) std::fill_n(block[r].partial, dim_ + 2, 0.f);
       return;
     }
     const int64_t ahead_bytes = kTileCols * row_bytes(args_.values) / 2;
@@ -265,16 +177,13 @@ class Attention {
           {s.q + row * key_dim_, key_dim_, s.keys + key * key_dim_, kTileCols, key_dim_,
            s.scores + key, kTileKeys, false, s.ahead.take(ahead_bytes), ahead_bytes},
           rows);
-    for (int64_t r = 0; r < rows; ++r) {
-      const int64_t query = item.first_query + (row + r) / group_;
-      softmax(s.scores + r * kTileKeys, first_seen(item.seq, query) - first_key,
-              limit(item.seq, query) - first_key, num_keys, s.tile_max[r], s.tile_sum[r]);
-    }
+    for (int64_t r = 0; r < rows; ++r)
+      softmax(s.scores + r * kTileKeys, block[r].first - first_key, block[r].limit - first_key,
+              num_keys, s.tile_max[r], s.tile_sum[r]);
     weigh_values(item, first_key, num_keys, rows, s);
     for (int64_t r = 0; r < rows; ++r) {
       const float* partial = s.partial + r * dim_;
-      if (item.partials) {
-        float* kept = item.partials + (row + r) * (dim_ + 2);
+      if (float* kept = block[r].partial) {
         std::memcpy(kept, partial, dim_ * sizeof(float));
         kept[dim_] = s.tile_max[r];
         kept[dim_ + 1] = s.tile_sum[r];
@@ -284,19 +193,33 @@ class Attention {
     }
   }
 
-  // Scaled, so that the scores need no further pass. -> [rows, key_dim_], row = query * group_ +
-  // head of the group.
-  void load_queries(const Item& item, float* q) const {
-    const int64_t first = args_.cu_seqlens_q[item.seq] + item.first_query;
-    for (int64_t query = 0; query < item.num_queries; ++query) {
-      for (int64_t g = 0; g < group_; ++g) {
-        for (const QueryKey& part : args_.parts) {
-          const float* from = part.q + (first + query) * part.q_token_stride +
-                              (item.kv_head * group_ + g) * part.q_head_stride;
-          for (int64_t d = 0; d < part.keys.dim; ++d) *q++ = from[d] * args_.scale;
+  // Scaled, so that the scores need no further pass. -> s.q [rows, key_dim_], s.row
+  void load_queries(const Item& item, Scratch& s) const {
+    float* q = s.q;
+    Row* row = s.row;
+    const Member* const members = plan_.members_of(item);
+    for (const Member* m = members; m < members + item.num_members; ++m) {
+      float* partial = plan_.partials_of(*m, item.kv_head, item.first_tile);
+      for (int64_t query = 0; query < m->num_queries; ++query) {
+        const int64_t limit = m->num_keys - (m->num_queries - 1 - query);
+        const int64_t first = args_.window ? std::max<int64_t>(0, limit - args_.window) : 0;
+        for (int64_t g = 0; g < group_; ++g) {
+          *row++ = {first, limit, partial};
+          if (partial) partial += dim_ + 2;
+          q = load_query(args_.cu_seqlens_q[m->seq] + m->first_query + query,
+                         item.kv_head * group_ + g, q);
         }
       }
     }
+  }
+
+  // -> behind it
+  float* load_query(int64_t token, int64_t head, float* q) const {
+    for (const QueryKey& part : args_.parts) {
+      const float* from = part.q + token * part.q_token_stride + head * part.q_head_stride;
+      for (int64_t d = 0; d < part.keys.dim; ++d) *q++ = from[d] * args_.scale;
+    }
+    return q;
   }
 
   static const T* values_of(const CacheRows& cache) { return static_cast<const T*>(cache.values); }
@@ -305,8 +228,9 @@ class Attention {
   // [row, ...); at most `wanted`.
   int64_t find_run(const Item& item, int64_t key, int64_t wanted, int64_t& row) const {
     const int64_t offset = key % args_.block_size;
+    const int64_t seq = plan_.members_of(item)->seq;  // or another member's, it is the same block
     const int64_t block =
-        args_.block_table[item.seq * args_.block_table_stride + key / args_.block_size];
+        args_.block_table[seq * args_.block_table_stride + key / args_.block_size];
     row = (block * args_.num_kv_heads + item.kv_head) * args_.block_size + offset;
     return std::min(wanted, args_.block_size - offset);
   }
@@ -449,19 +373,20 @@ class Attention {
   }
 
   void fold(const Item& item, Scratch& s) const {
-    const int64_t rows = item.num_queries * group_;
-    reset(rows, s);
-    const float* partial = item.partials;
+    reset(item.num_rows, s);
+    const float* partial =
+        plan_.partials_of(*plan_.members_of(item), item.kv_head, item.first_tile);
     for (int64_t tile = 0; tile < item.num_tiles; ++tile)
-      for (int64_t row = 0; row < rows; ++row, partial += dim_ + 2)
+      for (int64_t row = 0; row < item.num_rows; ++row, partial += dim_ + 2)
         add_partial(partial, partial[dim_], partial[dim_ + 1], row, s);
     store(item, s);
   }
 
-  // A row that saw no key becomes zeros.
+  // Of an item of one member. A row that saw no key becomes zeros.
   void store(const Item& item, const Scratch& s) const {
-    const int64_t first = args_.cu_seqlens_q[item.seq] + item.first_query;
-    for (int64_t row = 0; row < item.num_queries * group_; ++row) {
+    const Member& member = *plan_.members_of(item);
+    const int64_t first = args_.cu_seqlens_q[member.seq] + member.first_query;
+    for (int64_t row = 0; row < item.num_rows; ++row) {
       const int64_t head = item.kv_head * group_ + row % group_;
       float* to = args_.out + ((first + row / group_) * args_.num_heads + head) * args_.values.dim;
       const float norm = s.sum[row] == 0.f ? 0.f : 1.f / s.sum[row];
@@ -470,23 +395,23 @@ class Attention {
   }
 
   const AttentionArgs& args_;
+  const AttentionPlan& plan_;
   const int64_t group_;    // query heads per KV head
   const int64_t key_dim_;  // both parts
   const int64_t dim_;      // value_dim padded to whole vectors
   const int64_t run_;      // keys that may lie one after the other
-  bool has_whole_items_ = false;
-  std::vector<Item> items_;
-  std::vector<Item> folds_;
-  std::unique_ptr<float[]> workspace_;
 };
 
 }  // namespace
 
 void paged_attention(const AttentionArgs& args) {
+  // NOTE: kept for the life of the thread: its lists would be made anew in every layer.
+  thread_local AttentionPlan plan;
+  plan.make(args);
   if (args.values.scales)
-    Attention<int8_t>(args).run();
+    Attention<int8_t>(args, plan).run();
   else
-    Attention<float>(args).run();
+    Attention<float>(args, plan).run();
 }
 
 }  // namespace pdserve

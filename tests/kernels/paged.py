@@ -1,7 +1,7 @@
 """A random batch of sequences in a paged cache whose every unused float is NaN."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -97,6 +97,36 @@ def make_batch(
     )
 
 
+def with_common_prefixes(
+    batch: PagedBatch, prefixes: Sequence[tuple[int, int, int]]
+) -> tuple[PagedBatch, PagedBatch]:
+    """Sequences that begin alike: in the same blocks, and in copies of them.
+
+    prefixes: (sequence, which one it begins as, tokens in common), applied in this order; tokens
+    are rounded down to blocks.
+    """
+    shared, (k_cache, v_cache) = _common_blocks(
+        batch.block_table, (batch.k_cache, batch.v_cache), prefixes
+    )
+    return replace(batch, block_table=shared), replace(batch, k_cache=k_cache, v_cache=v_cache)
+
+
+def _common_blocks(
+    block_table: Tensor, caches: tuple[KVCache, KVCache], prefixes: Sequence[tuple[int, int, int]]
+) -> tuple[Tensor, list[Tensor]]:
+    """-> a table with the blocks in common, caches with copies for the table as it was."""
+    shared, copies = block_table.clone(), []
+    for cache in caches:
+        assert isinstance(cache, Tensor)
+        copies.append(cache.clone())
+    for seq, elder, tokens in prefixes:
+        count = tokens // copies[0].shape[2]
+        shared[seq, :count] = shared[elder, :count]
+        for copy in copies:
+            copy[block_table[seq, :count].long()] = copy[block_table[elder, :count].long()]
+    return shared, copies
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PagedMLABatch:
     """Arguments of the MLA attention ops."""
@@ -174,5 +204,46 @@ def make_mla_batch(
     )
 
 
+def with_common_latents(
+    batch: PagedMLABatch, prefixes: Sequence[tuple[int, int, int]]
+) -> tuple[PagedMLABatch, PagedMLABatch]:
+    """As `with_common_prefixes`; without `tokens`."""
+    shared, (latents, ropes) = _common_blocks(
+        batch.block_table, (batch.latent_cache, batch.rope_cache), prefixes
+    )
+    return (
+        replace(batch, block_table=shared, tokens=[]),
+        replace(batch, latent_cache=latents, rope_cache=ropes, tokens=[]),
+    )
+
+
 MIXED = [(1, 1), (1, 200), (300, 300), (2, 130), (70, 1000), (1, 513), (17, 64), (1, 128)]
 """Decode rows, whole prompts, chunks over a prefix; contexts around multiples of 32 and 128."""
+
+RELATED = [
+    (1, 900),
+    (1, 700),
+    (3, 400),
+    (70, 1000),
+    (1, 600),
+    (2, 514),
+    (1, 300),
+    (8, 300),
+    (1, 128),
+    (70, 400),
+    (1, 129),
+    (1, 513),
+]
+"""Most of them begin as others do: see COMMON_PREFIXES."""
+COMMON_PREFIXES = [
+    (1, 0, 512),
+    (2, 0, 300),
+    (7, 1, 290),
+    (8, 0, 128),
+    (9, 0, 256),
+    (10, 2, 128),
+    (5, 4, 512),
+    (6, 5, 270),
+    (11, 0, 384),
+]
+"""Two families; some part from it within a tile of 128 keys, some at its end."""

@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from kernels.ops import Ops
-from tests.kernels.paged import MIXED, PagedBatch, make_batch
+from tests.kernels.int8 import with_int8_cache
+from tests.kernels.paged import (
+    COMMON_PREFIXES,
+    MIXED,
+    RELATED,
+    PagedBatch,
+    make_batch,
+    with_common_prefixes,
+)
 from tests.kernels.threads import COUNTS, computing_with
 from tests.kernels.tolerance import ATTENTION_TOLERANCE
 
@@ -83,11 +91,68 @@ def test_a_row_has_the_same_bits_alone_chunked_and_batched(cpu: Ops, threads: in
     assert torch.equal(chunked, together[2:302])
 
 
+def _assert_shared_blocks_change_no_bit(cpu: Ops, batch: PagedBatch, is_int8: bool = False) -> None:
+    shared, own = with_common_prefixes(batch, COMMON_PREFIXES)
+    if is_int8:
+        shared, own = with_int8_cache(shared), with_int8_cache(own)
+    assert not torch.equal(shared.block_table, own.block_table)
+    assert torch.equal(shared.attend(cpu), own.attend(cpu))
+
+
+@pytest.mark.parametrize("is_int8", [False, True])
+@pytest.mark.parametrize("block_size", [1, 5, 16, 32, 128, 256])
+@pytest.mark.parametrize("threads", COUNTS)
+def test_sequences_that_share_blocks_have_the_bits_of_those_with_their_own(
+    cpu: Ops, block_size: int, threads: int, is_int8: bool
+) -> None:
+    batch = make_batch(RELATED, num_heads=9, num_kv_heads=3, head_dim=64, block_size=block_size)
+    with computing_with(threads):
+        _assert_shared_blocks_change_no_bit(cpu, batch, is_int8)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim"),
+    [(4, 4, 16), (8, 1, 40), (16, 2, 72), (60, 1, 80), (32, 1, 128), (1, 1, 96)],
+)
+@pytest.mark.parametrize("is_int8", [False, True])
+def test_shared_blocks_change_no_bit_for_any_heads(
+    cpu: Ops, num_heads: int, num_kv_heads: int, head_dim: int, is_int8: bool
+) -> None:
+    batch = make_batch(
+        RELATED, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=16
+    )
+    _assert_shared_blocks_change_no_bit(cpu, batch, is_int8)
+
+
+@pytest.mark.parametrize("window", [1, 129, 300, 512, 899, 2000])
+def test_shared_blocks_change_no_bit_with_windows(cpu: Ops, window: int) -> None:
+    batch = make_batch(
+        RELATED, num_heads=9, num_kv_heads=3, head_dim=32, block_size=16, window=window
+    )
+    _assert_shared_blocks_change_no_bit(cpu, batch)
+
+
+@pytest.mark.parametrize("threads", COUNTS)
+def test_a_prefix_of_very_many_rows_changes_no_bit(cpu: Ops, threads: int) -> None:
+    counts = [1 + seq % 5 for seq in range(90)]
+    batch = make_batch(
+        [(queries, 260 + queries + 3 * seq) for seq, queries in enumerate(counts)],
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=16,
+        block_size=16,
+    )
+    shared, own = with_common_prefixes(batch, [(seq, 0, 256) for seq in range(1, 90)])
+    with computing_with(threads):
+        assert torch.equal(shared.attend(cpu), own.attend(cpu))
+
+
 def test_a_sequence_without_keys_gives_zeros(cpu: Ops) -> None:
     batch = make_batch([(1, 0), (1, 3)], num_heads=2, num_kv_heads=1, head_dim=16, block_size=4)
     out = batch.attend(cpu)
     assert torch.equal(out[0], torch.zeros(2, 16))
     assert out[1].isfinite().all()
+    assert torch.equal(batch.only(0, 1, 0).attend(cpu), out[:1])
 
 
 def test_large_scores_do_not_overflow(cpu: Ops, reference: Ops) -> None:

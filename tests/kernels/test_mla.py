@@ -8,7 +8,14 @@ from torch import Tensor
 
 from kernels.gating import Gating
 from kernels.ops import Ops
-from tests.kernels.paged import PagedMLABatch, make_mla_batch
+from tests.kernels.int8 import with_int8_latents
+from tests.kernels.paged import (
+    COMMON_PREFIXES,
+    RELATED,
+    PagedMLABatch,
+    make_mla_batch,
+    with_common_latents,
+)
 
 MIXED = [(1, 1), (1, 200), (300, 300), (2, 130), (70, 1000), (1, 513), (17, 64), (1, 128)]
 
@@ -81,6 +88,20 @@ def test_attention_is_that_of_expanded_keys_and_values(
     out = form(batch, ops)
     assert out.shape == (len(batch.q_nope), num_heads, v_dim)
     assert (out.double() - expected_attention(batch)).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("is_int8", [False, True])
+@pytest.mark.parametrize(("num_heads", "block_size"), [(1, 16), (5, 128), (16, 32)])
+def test_shared_blocks_change_no_bit(
+    cpu: Ops, num_heads: int, block_size: int, is_int8: bool
+) -> None:
+    batch = make_mla_batch(
+        RELATED, num_heads=num_heads, rank=40, rope=8, nope=16, v_dim=16, block_size=block_size
+    )
+    shared, own = with_common_latents(batch, COMMON_PREFIXES)
+    if is_int8:
+        shared, own = with_int8_latents(shared), with_int8_latents(own)
+    assert torch.equal(absorbed(shared, cpu), absorbed(own, cpu))
 
 
 @pytest.mark.parametrize(
