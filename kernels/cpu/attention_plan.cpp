@@ -11,6 +11,7 @@ namespace {
 constexpr int64_t kMaxSplitRows = 48;   // up to here an item is a single key tile, too
 constexpr int64_t kItemsPerThread = 6;  // at least, so that no thread waits long for the last one
 constexpr int64_t kItemRowsMultiple = 24;
+constexpr int64_t kMaxIdleFloats = 4 << 20;  // of the workspace, 16 MB
 
 }  // namespace
 
@@ -67,11 +68,7 @@ int64_t AttentionPlan::add_split_members() {
     members_.push_back(member_of(seq, 0, query_len(seq)));
     rows += args_->num_kv_heads * members_.back().num_tiles * num_rows(members_.back());
   }
-  if (workspace_floats_ < rows * partial_floats_) {
-    workspace_floats_ = rows * partial_floats_;
-    workspace_.reset();
-    workspace_.reset(new float[workspace_floats_]);
-  }
+  make_room(rows * partial_floats_);
   float* partials = workspace_.get();
   for (Member& member : members_) {
     if (member.num_tiles == 1) {
@@ -82,6 +79,15 @@ int64_t AttentionPlan::add_split_members() {
     partials += args_->num_kv_heads * member.num_tiles * num_rows(member) * partial_floats_;
   }
   return rows;
+}
+
+// What a large batch took goes back when a small one comes.
+void AttentionPlan::make_room(int64_t floats) {
+  const bool is_excess = workspace_floats_ > kMaxIdleFloats && floats <= kMaxIdleFloats;
+  if (floats <= workspace_floats_ && !is_excess) return;
+  workspace_.reset();
+  workspace_.reset(new float[floats]);
+  workspace_floats_ = floats;
 }
 
 float* AttentionPlan::partials_of(const Member& member, int64_t kv_head, int64_t tile) const {

@@ -69,6 +69,7 @@ class AttentionPlan {
   Member member_of(int64_t seq, int64_t first_query, int64_t num_queries) const;
 
   int64_t add_split_members();
+  void make_room(int64_t floats);
   void sort_by_blocks();
   const int32_t* blocks_of(const Member& member) const;
   int64_t num_whole_blocks(const Member& member) const;
