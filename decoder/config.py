@@ -41,7 +41,7 @@ class DecoderConfig:
     """Linears, such as o_proj, that one rank holds for each layer and sends the others ahead."""
     num_threads: Annotated[int, Ge(1), Le(1024)] | None = None
     """Compute threads of one rank; None shares the machine's cores over all ranks."""
-    kv_cache_bytes: Annotated[int, Ge(1 << 20)] = 1 << 30
+    kv_cache_bytes: Annotated[int, Ge(1 << 20)] = 640 << 20
     """Memory of the KV cache of one rank."""
     num_blocks: Annotated[int, Ge(1)] | None = None
     """Blocks of the KV cache of one rank, instead of kv_cache_bytes."""

@@ -174,20 +174,19 @@ def config(
     ] = False,
 ) -> None:
     """Check a configuration, against its model too if that is here, and print it with defaults."""
-    from pdserve.config import resolve, settle, user_values
+    from pdserve.config import resolve, user_values
     from pdserve.config_file import load_config
-    from pdserve.model_fit import check_fit
+    from pdserve.model_fit import fit
     from pdserve.models import find_model, find_model_at_hand
 
     loaded = load_config(_file(config_file), _overrides(model, overrides, insecure))
     if resolved:
         loaded = resolve(loaded)
         found = find_model(loaded.model)
-        check_fit(loaded, found)
-        loaded = settle(loaded, is_latent=found.is_latent)
+        loaded = fit(loaded, found)
         print(f"# model files: {found.path}")
     elif at_hand := find_model_at_hand(loaded.model):
-        check_fit(loaded, at_hand)
+        fit(loaded, at_hand)
     print(yaml.safe_dump(user_values(loaded), sort_keys=False), end="")
 
 

@@ -17,7 +17,7 @@ from engine.worker.config import WorkerConfig
 from kernels.ascend.environment import HCCLConfig
 from kernels.ascend.options import NpuOptions
 from kernels.cpu.cores import usable_cores
-from kernels.cpu.options import ActivationBits, CpuOptions
+from kernels.cpu.options import CpuOptions
 from kvtransfer.config import KVTransferConfig
 from kvtransfer.tiers.config import TierConfig
 from pdserve.models import default_served_name
@@ -57,7 +57,7 @@ class CpuConfig:
 
     activation_bits: Literal["auto", 8, 16] = "auto"
     """Of the inputs of products with weights in 4 bits: 8 is faster, 16 more exact. auto takes 8
-    where a row of them has the same bits however work is split; see `activation_bits_of`.
+    where a row of them has the same bits however work is split; see `settle`.
     """
 
 
@@ -159,35 +159,42 @@ def proxy_config(
     )
 
 
-def activation_bits_of(config: ServiceConfig, *, is_latent: bool) -> ActivationBits:
-    """Of the inputs of products with weights in 4 bits, `auto` settled; is_latent: the attention.
+def settle(config: ServiceConfig, *, is_latent: bool) -> ServiceConfig:
+    """Fill in what follows from the model; is_latent: its attention.
 
-    Ranks add in an order of their own, and latent attention has two forms. What they differ by is
-    too little to move a token, unless it is rounded to 8 bits: then prefillers and decoders that
-    are split in other ways, or chunk in other ways, would not give the same tokens.
+    `cpu.activation_bits: auto` is 8, but 16 where sums come in an order of their own, over ranks,
+    or in another form, latent attention's. What these differ by is too little to move a token,
+    unless it is rounded to 8 bits: then prefillers and decoders that are split or chunk in other
+    ways would not give the same tokens. Where no weights can have 4 bits it is 16, and no matter.
     """
     if config.cpu.activation_bits != "auto":
-        return config.cpu.activation_bits
-    num_ranks = max(config.prefiller.num_ranks, config.decoder.num_ranks)
-    return 16 if is_latent or num_ranks > 1 else 8
-
-
-def settle(config: ServiceConfig, *, is_latent: bool) -> ServiceConfig:
-    """Fill in what follows from the model; is_latent: its attention."""
-    bits = activation_bits_of(config, is_latent=is_latent)
+        return config
+    sizes = [(role.tp, role.ep) for role in (config.prefiller, config.decoder)]
+    is_split = any(max(size) > 1 for size in sizes) or config.prefiller.cp > 1
+    has_use = not why_8_bits_are_no_use(config)
+    bits: Literal[8, 16] = 8 if has_use and not is_latent and not is_split else 16
     return replace(config, cpu=CpuConfig(activation_bits=bits))
 
 
+def why_8_bits_are_no_use(config: ServiceConfig) -> list[str]:
+    """Settings with which no activation is rounded to 8 bits, and what to set instead."""
+    found = []
+    if config.ops not in ("auto", "cpu"):
+        found.append(f"ops {config.ops}, use auto or cpu")
+    if config.quantization in ("none", "int8"):
+        found.append(f"quantization {config.quantization}, use int4, native or auto")
+    return found
+
+
 def worker_configs(
-    config: ServiceConfig, *, model_path: str, is_latent: bool, token: str, cores_folder: str = ""
+    config: ServiceConfig, *, model_path: str, token: str, cores_folder: str = ""
 ) -> tuple[WorkerConfig, WorkerConfig]:
     """What a prefiller and a decoder are told; engine_id and host are filled in at their start.
 
-    `is_latent` is what the model's attention is, `cores_folder` where workers that share a machine
-    find each other.
+    config: settled. `cores_folder` is where workers that share a machine find each other.
     """
-    cpu = CpuOptions(activation_bits=activation_bits_of(config, is_latent=is_latent))
-
+    assert config.cpu.activation_bits != "auto", "to be settled first"
+    cpu = CpuOptions(activation_bits=config.cpu.activation_bits)
     num_drafts = 0 if config.speculation == "none" else config.num_draft_tokens
 
     def common(

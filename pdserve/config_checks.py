@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from engine.parallel_config import ParallelConfig
-from pdserve.config import ServiceConfig
+from pdserve.config import ServiceConfig, why_8_bits_are_no_use
 from pdserve.errors import ConfigError
 from pdserve.units import format_bytes
 from proxy.auth import load_keys
@@ -106,18 +106,18 @@ def _check_addresses(config: ServiceConfig) -> list[str]:
 
 
 def _check_cache(config: ServiceConfig) -> list[str]:
-    problems = []
-    roles = (("prefiller", config.prefiller), ("decoder", config.decoder))
-    for name, role in roles:
-        num_blocks = role.num_blocks if role.replicas else None
-        num_tokens = (num_blocks or 0) * config.block_size
-        if num_blocks and config.max_model_len and num_tokens < config.max_model_len:
-            problems.append(
-                f"{name}.num_blocks is {role.num_blocks}, which holds {num_tokens} tokens: "
-                f"max_model_len {config.max_model_len} needs at least "
-                f"{-(-config.max_model_len // config.block_size)} blocks"
-            )
-    total_bytes = sum(r.kv_cache_bytes * r.replicas * r.num_ranks for _, r in roles)
+    problems, decoder = [], config.decoder
+    # What is longer than a prefiller's cache, decoders compute themselves.
+    num_blocks = decoder.num_blocks if decoder.replicas else None
+    num_tokens = (num_blocks or 0) * config.block_size
+    if num_blocks and config.max_model_len and num_tokens < config.max_model_len:
+        problems.append(
+            f"decoder.num_blocks is {num_blocks}, which holds {num_tokens} tokens: "
+            f"max_model_len {config.max_model_len} needs at least "
+            f"{-(-config.max_model_len // config.block_size)} blocks"
+        )
+    roles = (config.prefiller, config.decoder)
+    total_bytes = sum(r.kv_cache_bytes * r.replicas * r.num_ranks for r in roles)
     machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if config.is_local and total_bytes > machine_bytes:
         problems.append(
@@ -237,15 +237,10 @@ def _check_npus(config: ServiceConfig) -> list[str]:
 
 
 def _check_activations(config: ServiceConfig) -> list[str]:
-    problems: list[str] = []
     if config.cpu.activation_bits != 8:
-        return problems
+        return []
     said = "cpu.activation_bits is 8: changes nothing with"
-    if config.ops not in ("auto", "cpu"):
-        problems.append(f"{said} ops {config.ops}, use auto or cpu")
-    if config.quantization in ("none", "int8"):
-        problems.append(f"{said} quantization {config.quantization}, use int4, native or auto")
-    return problems
+    return [f"{said} {reason}" for reason in why_8_bits_are_no_use(config)]
 
 
 def _check_times(config: ServiceConfig) -> list[str]:

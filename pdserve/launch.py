@@ -16,6 +16,7 @@ import threading
 import time
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO
 
 from rich.console import Console
@@ -28,8 +29,7 @@ from pdserve.controller_config import ControllerConfig, RoleConfig
 from pdserve.display import StartProgress, print_banner, start_progress
 from pdserve.errors import ServiceLost, StartFailed
 from pdserve.leftovers import note_processes
-from pdserve.model_files import ModelFiles
-from pdserve.model_fit import check_fit
+from pdserve.model_fit import fit
 from pdserve.models import find_model
 from pdserve.proxy_process import Ports, ProxyProcess
 from pdserve.ray_runtime import (
@@ -62,7 +62,7 @@ class Plan:
     """All that is decided before anything starts."""
 
     config: ServiceConfig
-    model: ModelFiles
+    model_path: Path
     token: str
     controller_port: int
 
@@ -80,10 +80,10 @@ def make_plan(config: ServiceConfig, token: str) -> Plan:
     """
     config = resolve(config)
     model = find_model(config.model)
-    check_fit(config, model)
+    config = fit(config, model)
     for name, port in (("http_port", config.http_port), ("grpc_port", config.grpc_port)):
         _check_port_free(config.host, name, port)
-    return Plan(config=config, model=model, token=token, controller_port=_free_port())
+    return Plan(config=config, model_path=model.path, token=token, controller_port=_free_port())
 
 
 def run_service(plan: Plan, folder: StateFolder, console: Console) -> None:
@@ -185,7 +185,7 @@ class _Supervisor:
     def _start_proxy(self, stack: ExitStack, log: IO[str]) -> ProxyProcess:
         config = proxy_config(
             self._config,
-            model_path=str(self.plan.model.path),
+            model_path=str(self.plan.model_path),
             controller_address=self.plan.controller_address,
             token=self.plan.token,
         )
@@ -212,8 +212,7 @@ class _Supervisor:
         shutil.rmtree(cores_folder, ignore_errors=True)
         prefiller, decoder = worker_configs(
             config,
-            model_path=str(self.plan.model.path),
-            is_latent=self.plan.model.is_latent,
+            model_path=str(self.plan.model_path),
             token=self.plan.token,
             # In a cluster Ray gives each worker its CPUs.
             cores_folder=str(cores_folder) if config.is_local else "",

@@ -9,26 +9,26 @@ from engine.errors import EngineError
 from engine.fit import rank_problems, with_draft_layers
 from engine.kv_layout import max_block_bytes
 from engine.worker.config import WorkerConfig
-from pdserve.config import ServiceConfig, worker_configs
+from pdserve.config import ServiceConfig, settle, worker_configs
 from pdserve.errors import ConfigError
 from pdserve.model_files import ModelFiles
 
 
-def check_fit(config: ServiceConfig, model: ModelFiles) -> None:
-    """Refuse what asks of the model what it does not have.
+def fit(config: ServiceConfig, model: ModelFiles) -> ServiceConfig:
+    """Fill in what follows from the model; refuse what asks of it what it does not have.
 
     Raises: ConfigError: with every problem; each names field, value and limit.
     """
     problems = [*_length_problems(config, model), *_weight_problems(config, model)]
-    workers = worker_configs(
-        config, model_path=str(model.path), is_latent=model.is_latent, token=""
-    )
+    config = settle(config, is_latent=model.is_latent)
+    workers = worker_configs(config, model_path=str(model.path), token="")
     replicas = (config.prefiller.replicas, config.decoder.replicas)
     for role, number, worker in zip(("prefiller", "decoder"), replicas, workers, strict=True):
         if number:
             problems += _role_problems(role, worker, model, reads_files=config.is_local)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
+    return config
 
 
 def _length_problems(config: ServiceConfig, model: ModelFiles) -> Iterator[str]:

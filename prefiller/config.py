@@ -48,7 +48,7 @@ class PrefillerConfig:
     """Linears, such as o_proj, that one rank holds for each layer and sends the others ahead."""
     num_threads: Annotated[int, Ge(1), Le(1024)] | None = None
     """Compute threads of one rank; None shares the machine's cores over all ranks."""
-    kv_cache_bytes: Annotated[int, Ge(1 << 20)] = 512 << 20
+    kv_cache_bytes: Annotated[int, Ge(1 << 20)] = 384 << 20
     """Memory of the KV cache of one rank."""
     num_blocks: Annotated[int, Ge(1)] | None = None
     """Blocks of the KV cache of one rank, instead of kv_cache_bytes."""

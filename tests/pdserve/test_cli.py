@@ -27,8 +27,10 @@ def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
-def test_config_prints_what_it_would_read_again(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["config", "--set", "decoder.replicas=3", "--resolved"])
+@pytest.mark.parametrize("setting", ["quantization=none", "quantization=int4", "ops=reference"])
+def test_config_prints_what_it_would_read_again(setting: str, tmp_path: Path) -> None:
+    settings = ["--set", "decoder.replicas=3", "--set", setting]
+    result = CliRunner().invoke(app, ["config", *settings, "--resolved"])
     assert result.exit_code == 0, result.output
     path = tmp_path / "again.yaml"
     path.write_text(result.output)

@@ -6,9 +6,9 @@ from typing import get_type_hints
 
 import pytest
 
+from engine.worker.config import WorkerConfig
 from pdserve.config import (
     ServiceConfig,
-    activation_bits_of,
     proxy_config,
     resolve,
     settle,
@@ -22,6 +22,10 @@ from pdserve.errors import ConfigError
 
 def load(*overrides: str) -> ServiceConfig:
     return load_config(None, overrides)
+
+
+def workers(config: ServiceConfig) -> tuple[WorkerConfig, WorkerConfig]:
+    return worker_configs(settle(config, is_latent=False), model_path="/m", token="t")
 
 
 def test_defaults_are_valid_and_serve_the_packaged_model_on_loopback() -> None:
@@ -163,12 +167,22 @@ def test_activation_bits_that_change_nothing_are_refused(
     ("overrides", "is_latent", "bits"),
     [
         ([], False, 8),
+        (["quantization=int4", "ops=cpu"], False, 8),
         (["decoder.replicas=3", "prefiller.replicas=0"], False, 8),
+        (["prefiller.pp=2", "decoder.dp=2"], False, 8),
         ([], True, 16),
         (["decoder.tp=2"], False, 16),
         (["prefiller.tp=2", "decoder.tp=2"], False, 16),
         (["prefiller.cp=2"], False, 16),
-        (["decoder.dp=2"], False, 16),
+        (["decoder.dp=2", "decoder.ep=2"], False, 16),
+        (["quantization=none"], False, 16),
+        (["quantization=int8"], False, 16),
+        (["ops=reference"], False, 16),
+        (
+            ["ops=npu", "block_size=128", "ray.npus_per_worker=1", "transfer.checksum=off"],
+            False,
+            16,
+        ),
         (["cpu.activation_bits=8"], True, 8),
         (["cpu.activation_bits=8", "decoder.tp=2"], False, 8),
         (["cpu.activation_bits=16"], False, 16),
@@ -177,11 +191,11 @@ def test_activation_bits_that_change_nothing_are_refused(
 def test_activations_have_8_bits_by_default_where_tokens_do_not_depend_on_how_work_is_split(
     overrides: list[str], is_latent: bool, bits: int
 ) -> None:
-    config = resolve(load(*overrides), 2)
-    assert activation_bits_of(config, is_latent=is_latent) == bits
-    workers = worker_configs(config, model_path="/m", is_latent=is_latent, token="t")
-    assert [worker.cpu.activation_bits for worker in workers] == [bits, bits]
-    assert settle(config, is_latent=is_latent).cpu.activation_bits == bits
+    config = settle(resolve(load(*overrides), 2), is_latent=is_latent)
+    assert config.cpu.activation_bits == bits
+    assert parse_config(user_values(config)) == config, "it could not be given to a service"
+    found = worker_configs(config, model_path="/m", token="t")
+    assert [worker.cpu.activation_bits for worker in found] == [bits, bits]
 
 
 def test_activation_bits_go_with_weights_that_may_have_4_bits() -> None:
@@ -221,7 +235,7 @@ def test_loopback_is_told_from_the_rest(host: str, expected: bool) -> None:
 def test_too_few_blocks_for_the_context_are_refused_with_the_number_needed() -> None:
     with pytest.raises(ConfigError, match="needs at least 4 blocks"):
         load("decoder.num_blocks=2", "max_model_len=100")
-    assert load("prefiller.num_blocks=2", "max_model_len=100", "prefiller.replicas=0")
+    assert load("prefiller.num_blocks=2", "max_model_len=100")
 
 
 def test_caches_larger_than_the_machine_are_refused() -> None:
@@ -330,9 +344,9 @@ def test_a_text_that_looks_like_a_date_but_is_none_is_text_or_named(tmp_path: Pa
 
 def test_a_decode_step_has_room_for_every_draft() -> None:
     config = resolve(load("speculation=ngram", "num_draft_tokens=2", "decoder.max_num_seqs=10"), 2)
-    for worker in worker_configs(config, model_path="/m", is_latent=False, token="t"):
+    for worker in workers(config):
         assert (worker.speculation, worker.num_draft_tokens) == ("ngram", 2)
-    _, decoder = worker_configs(config, model_path="/m", is_latent=False, token="t")
+    _, decoder = workers(config)
     assert decoder.max_num_batched_tokens == 10 * 3 + config.decoder.max_prefill_tokens
 
 
@@ -340,7 +354,7 @@ def test_what_is_stated_once_reaches_every_process() -> None:
     config = resolve(
         load("transport=mooncake", "block_size=16", "served_model_name=m", "quantization=int8"), 2
     )
-    prefiller, decoder = worker_configs(config, model_path="/m", is_latent=False, token="t")
+    prefiller, decoder = workers(config)
     for worker in (prefiller, decoder):
         assert worker.transfer.transport == "mooncake"
         assert (worker.block_size, worker.model_name, worker.cluster_token) == (16, "m", "t")
@@ -353,9 +367,7 @@ def test_what_is_stated_once_reaches_every_process() -> None:
 
 def test_roles_are_spread_over_ranks_each_in_its_own_way() -> None:
     config = load("prefiller.tp=2", "decoder.dp=2", "decoder.tp=2", "decoder.ep=4")
-    prefiller, decoder = (
-        w.parallel for w in worker_configs(config, model_path="m", is_latent=False, token="")
-    )
+    prefiller, decoder = (w.parallel for w in workers(config))
     assert (prefiller.tp_size, prefiller.dp_size, prefiller.ep_size) == (2, 1, 1)
     assert (decoder.tp_size, decoder.dp_size, decoder.ep_size) == (2, 2, 4)
     assert (config.prefiller.num_ranks, config.decoder.num_ranks) == (2, 4)
@@ -373,9 +385,7 @@ def test_roles_are_spread_over_ranks_each_in_its_own_way() -> None:
 def test_a_prefiller_may_share_the_rows_of_its_prompts_over_ranks() -> None:
     config = load("prefiller.cp=2", "prefiller.tp=2", "prefiller.ep=4", "prefiller.cp_min_tokens=9")
     assert config.prefiller.num_ranks == 4
-    prefiller, decoder = (
-        w.parallel for w in worker_configs(config, model_path="m", is_latent=False, token="")
-    )
+    prefiller, decoder = (w.parallel for w in workers(config))
     assert (prefiller.cp_size, prefiller.cp_min_tokens, prefiller.world_size) == (2, 9, 4)
     assert (decoder.cp_size, decoder.world_size) == (1, 1)
     for setting, problem in (
@@ -392,9 +402,7 @@ def test_layers_of_a_prefiller_may_be_in_stages_and_what_does_not_go_with_it_is_
     config = load("prefiller.pp=2", "prefiller.tp=2", "prefiller.pp_layers=[3, 4]")
     assert parse_config(user_values(config)) == config
     assert config.prefiller.num_ranks == 4
-    prefiller, decoder = (
-        w.parallel for w in worker_configs(config, model_path="m", is_latent=False, token="")
-    )
+    prefiller, decoder = (w.parallel for w in workers(config))
     assert (prefiller.pp_size, prefiller.pp_layers, prefiller.world_size) == (2, (3, 4), 4)
     assert decoder.pp_size == 1
     for setting, problem in (
@@ -416,10 +424,7 @@ def test_layers_of_a_prefiller_may_be_in_stages_and_what_does_not_go_with_it_is_
 def test_settings_of_expert_balance_that_do_not_fit_are_refused() -> None:
     config = load("decoder.tp=4", "decoder.ep=4", "decoder.eplb.mode=dynamic")
     assert parse_config(user_values(config)) == config
-    assert (
-        worker_configs(config, model_path="m", is_latent=False, token="")[1].parallel.eplb.mode
-        == "dynamic"
-    )
+    assert workers(config)[1].parallel.eplb.mode == "dynamic"
     for settings, problem in (
         (["decoder.eplb.mode=dynamic"], "decoder: eplb is on, and ep is 1"),
         (["decoder.eplb.num_redundant_experts=2"], "eplb.mode is off"),

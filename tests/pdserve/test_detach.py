@@ -11,7 +11,6 @@ from pdserve.config_file import load_config
 from pdserve.detach import start_detached, stop_running
 from pdserve.errors import StartFailed
 from pdserve.launch import Plan, _Supervisor, run_service
-from pdserve.models import find_model
 from pdserve.processes import is_alive
 from pdserve.state import StateFolder
 
@@ -20,7 +19,6 @@ HUNG = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
 from pdserve.leftovers import make_ray_folder, note_processes
-from pdserve.models import find_model
 from pdserve.state import ServiceState, StateFolder
 
 folder = StateFolder(Path(sys.argv[1]), "s")
@@ -78,7 +76,6 @@ def test_the_supervisor_with_the_lock_begins_a_new_log(
     folder.path.mkdir()
     folder.log_path.write_text("an earlier service\n")
     monkeypatch.setattr(_Supervisor, "run", lambda _: None)
-    config = load_config(None)
-    plan = Plan(config=config, model=find_model(config.model), token="t", controller_port=1)
+    plan = Plan(config=load_config(None), model_path=tmp_path, token="t", controller_port=1)
     run_service(plan, folder, Console(quiet=True))
     assert folder.log_path.read_text() == ""

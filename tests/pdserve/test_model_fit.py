@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from pdserve.config_file import load_config
 from pdserve.errors import ConfigError
 from pdserve.model_files import ModelFiles
-from pdserve.model_fit import check_fit
+from pdserve.model_fit import fit
 from pdserve.models import find_model
 from tests.engine.gguf_files import tiny_gguf
 from tests.engine.quantized_files import FORMATS, write_quantized
@@ -27,7 +27,7 @@ SMOLLM2_BLOCK = 2 * 30 * 3 * 64 * 4 * 32
 
 def refused(model: ModelFiles, *overrides: str) -> list[str]:
     try:
-        check_fit(load_config(None, overrides), model)
+        fit(load_config(None, overrides), model)
     except ConfigError as error:
         return list(error.problems)
     return []
