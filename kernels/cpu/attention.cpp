@@ -402,16 +402,26 @@ class Attention {
   const int64_t run_;      // keys that may lie one after the other
 };
 
+// NOTE: kept for the life of the thread: its lists would be made anew in every layer.
+AttentionPlan& plan_of_thread() {
+  thread_local AttentionPlan plan;
+  return plan;
+}
+
 }  // namespace
 
 void paged_attention(const AttentionArgs& args) {
-  // NOTE: kept for the life of the thread: its lists would be made anew in every layer.
-  thread_local AttentionPlan plan;
+  AttentionPlan& plan = plan_of_thread();
   plan.make(args);
   if (args.values.scales)
     Attention<int8_t>(args, plan).run();
   else
     Attention<float>(args, plan).run();
+}
+
+AttentionCounts last_attention() {
+  const AttentionPlan& plan = plan_of_thread();
+  return {static_cast<int64_t>(plan.items().size()), plan.workspace_floats()};
 }
 
 }  // namespace pdserve

@@ -111,8 +111,13 @@ void AttentionPlan::sort_by_blocks() {
   std::sort(members_.begin(), end, [this](const Member& a, const Member& b) {
     const int32_t *a_blocks = blocks_of(a), *b_blocks = blocks_of(b);
     if (*a_blocks != *b_blocks) return *a_blocks < *b_blocks;
-    return std::lexicographical_compare(a_blocks, a_blocks + num_whole_blocks(a), b_blocks,
-                                        b_blocks + num_whole_blocks(b));
+    const auto [a_end, b_end] = std::mismatch(a_blocks, a_blocks + num_whole_blocks(a), b_blocks,
+                                              b_blocks + num_whole_blocks(b));
+    const bool a_ends = a_end == a_blocks + num_whole_blocks(a);
+    const bool b_ends = b_end == b_blocks + num_whole_blocks(b);
+    // NOTE: of the same long blocks one may see more tiles than another.
+    if (a_ends && b_ends) return a.num_whole_tiles < b.num_whole_tiles;
+    return a_ends || (!b_ends && *a_end < *b_end);
   });
 }
 
@@ -187,7 +192,8 @@ void AttentionPlan::plan_whole() {
   });
 }
 
-// Both halves of the list, which threads begin with, get the longest items first; see threads.h.
+// Both halves of the list, which threads begin with, get of the first items; see threads.h. With
+// prompts these are the longest, else those that are shared.
 void AttentionPlan::deal() {
   dealt_.clear();
   for (size_t first : {0, 1})

@@ -26,7 +26,7 @@ namespace pdserve {
 
 constexpr int64_t kTileKeys = 128;
 constexpr int64_t kMaxSplitQueries = 8;  // up to here an item is a single key tile
-constexpr int64_t kMaxItemRows = 192;    // rows that share one transposed key tile
+constexpr int64_t kMaxItemRows = 192;  // that share one transposed key tile; a query may have more
 
 // Consecutive queries of one sequence.
 struct Member {
@@ -53,10 +53,12 @@ class AttentionPlan {
   const std::vector<Item>& items() const { return items_; }
   // For each KV head of a member whose tiles are several items: to be folded when all are done.
   const std::vector<Item>& folds() const { return folds_; }
-  // Items that take about the same time.
+  // Items that take about the same time: no prompts, nothing shared.
   bool has_even_items() const { return has_even_items_; }
 
   const Member* members_of(const Item& item) const { return members_.data() + item.first_member; }
+  // Held for partials.
+  int64_t workspace_floats() const { return workspace_floats_; }
   // [rows, value_dim padded + 2], or null
   float* partials_of(const Member& member, int64_t kv_head, int64_t tile) const;
 

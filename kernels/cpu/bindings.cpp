@@ -441,6 +441,10 @@ TORCH_LIBRARY(pdserve_cpu, m) {
   m.def("packed_rows(Tensor packed, Tensor row_ids, int out_features) -> Tensor");
   m.def("linear(Tensor x, Tensor packed, Tensor? bias, int out_features) -> Tensor");
   m.def("panel_cols() -> int", [] { return pdserve::panel_cols(); });
+  m.def("last_attention() -> (int, int)", [] {
+    const auto [items, workspace_floats] = pdserve::last_attention();
+    return std::make_tuple(items, workspace_floats);
+  });
 }
 
 TORCH_LIBRARY_IMPL(pdserve_cpu, CPU, m) {

@@ -45,6 +45,13 @@ struct AttentionArgs {
 
 void paged_attention(const AttentionArgs& args);
 
+// Of this thread's last paged_attention, for tests.
+struct AttentionCounts {
+  int64_t items;             // of work
+  int64_t workspace_floats;  // held until the next one
+};
+AttentionCounts last_attention();
+
 // Rows of x may be strided; [outer, inner] index a row, the norm is over dim contiguous floats.
 struct NormRows {
   const float* x;
@@ -204,8 +211,8 @@ struct ExpertRows {
   float* out;  // [num_tokens * k, dim], contiguous
 };
 
-// ids: [num_tokens * k]. Row i of out is the token of choice index[i]: choices sorted by expert, the
-// first of equals first. sizes: [num_experts], rows of each.
+// ids: [num_tokens * k]. Row i of out is the token of choice index[i]: choices sorted by expert,
+// the first of equals first. sizes: [num_experts], rows of each.
 void sort_by_expert(const ExpertRows& rows, const Ids& ids, int64_t num_experts, int64_t* index,
                     int64_t* sizes);
 

@@ -21,6 +21,15 @@ from tests.kernels.threads import COUNTS, computing_with
 from tests.kernels.tolerance import ATTENTION_TOLERANCE
 
 
+def num_items() -> int:
+    """Of the last attention of this thread."""
+    return int(torch.ops.pdserve_cpu.last_attention()[0])
+
+
+def num_workspace_floats() -> int:
+    return int(torch.ops.pdserve_cpu.last_attention()[1])
+
+
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads"), [(9, 3), (8, 1), (4, 4), (3, 1), (16, 2), (1, 1), (60, 1)]
 )
@@ -145,6 +154,30 @@ def test_a_prefix_of_very_many_rows_changes_no_bit(cpu: Ops, threads: int) -> No
     shared, own = with_common_prefixes(batch, [(seq, 0, 256) for seq in range(1, 90)])
     with computing_with(threads):
         assert torch.equal(shared.attend(cpu), own.attend(cpu))
+
+
+def test_what_sequences_share_is_computed_once(cpu: Ops) -> None:
+    sequences = [(1, 300), (1, 400), (2, 390), (1, 130)]
+    batch = make_batch(sequences, num_heads=6, num_kv_heads=2, head_dim=16, block_size=16)
+    # Two tiles of the first three, one of all four.
+    shared, own = with_common_prefixes(batch, [(1, 0, 256), (2, 0, 256), (3, 0, 128)])
+    with computing_with(1):
+        own.attend(cpu)
+        assert num_items() == 2 * (3 + 4 + 4 + 2)
+        shared.attend(cpu)
+        assert num_items() == 2 * (1 + 1 + 1 + 2 + 2 + 1)
+
+
+def test_what_many_sequences_took_goes_back_with_few(cpu: Ops) -> None:
+    few = make_batch([(1, 300)], num_heads=1, num_kv_heads=1, head_dim=16, block_size=16)
+    many = make_batch([(8, 1000)] * 64, num_heads=64, num_kv_heads=1, head_dim=16, block_size=16)
+    alone = few.attend(cpu)
+    many.attend(cpu)
+    assert num_workspace_floats() == 64 * 8 * 64 * 8 * (16 + 2)
+    assert torch.equal(few.attend(cpu), alone)
+    assert num_workspace_floats() == 3 * (16 + 2)
+    many.attend(cpu)
+    assert torch.equal(few.attend(cpu), alone)
 
 
 def test_a_sequence_without_keys_gives_zeros(cpu: Ops) -> None:
