@@ -6,7 +6,13 @@ from torch import Tensor
 from engine.layers.embedding import LMHead
 from engine.layers.linear import FusedLinear
 from engine.models import CausalLM
-from kernels.cpu.options import ActivationBits
+from kernels.cpu.options import ActivationBits, CpuOptions
+from kernels.ops import Ops, select_ops
+
+
+def with_8_bits() -> Ops:
+    """CPU operations as a service has them by default: what meets 4-bit weights has 8 bits."""
+    return select_ops("cpu", cpu=CpuOptions(activation_bits=8))
 
 
 def assert_same_weights(kept: CausalLM, plain: CausalLM) -> None:

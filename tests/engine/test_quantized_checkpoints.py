@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -13,7 +14,12 @@ from engine.errors import UnsupportedModel, WeightsError
 from engine.weights import load_model_config
 from kernels.ops import Ops
 from tests.engine.hf_comparison import LENGTHS, assert_close_to_hf, uneven, whole
-from tests.engine.kept_weights import assert_close_but_for_inputs, assert_same_weights
+from tests.engine.kept_weights import (
+    assert_close_but_for_inputs,
+    assert_inputs_are_rounded,
+    assert_same_weights,
+    with_8_bits,
+)
 from tests.engine.quantized_files import FORMATS, write_quantized
 from tests.engine.tiny import PoisonedCache, load, logits_by_steps, random_token_ids
 
@@ -37,8 +43,15 @@ def test_logits_are_those_of_the_dequantised_weights(name: str, ops: Ops, tmp_pa
 def test_kept_as_they_are_they_are_the_same_numbers(name: str, cpu: Ops, tmp_path: Path) -> None:
     write_quantized(tmp_path, name)
     assert_same_weights(*(load(tmp_path, cpu, quantization=q) for q in ("native", "none")))
-    native = logits_of(tmp_path, cpu, quantization="native")
-    assert_close_but_for_inputs(native, logits_of(tmp_path, cpu))
+    plain = logits_of(tmp_path, cpu)
+    finer = logits_of(tmp_path, cpu, quantization="native")
+    assert_close_but_for_inputs(finer, plain)
+    coarser = logits_of(tmp_path, with_8_bits(), quantization="native")
+    if "8 bits" in name or name in ("compressed-tensors", "modelslim"):
+        assert torch.equal(coarser, finer)
+    else:
+        assert_close_but_for_inputs(coarser, plain, bits=8)
+        assert_inputs_are_rounded(coarser, plain, bits=8)
 
 
 @pytest.mark.parametrize("name", [name for name, (_, _, is_kept) in FORMATS.items() if not is_kept])

@@ -33,7 +33,12 @@ from tests.engine.gguf_files import (
     write_metadata,
     write_tensors,
 )
-from tests.engine.kept_weights import assert_close_but_for_inputs, assert_same_weights
+from tests.engine.kept_weights import (
+    assert_close_but_for_inputs,
+    assert_inputs_are_rounded,
+    assert_same_weights,
+    with_8_bits,
+)
 from tests.engine.tiny import PoisonedCache, load, logits_by_steps, random_token_ids, tiny_hf_llama
 from tests.oracle import hf_smollm2, packaged_model_path
 
@@ -183,16 +188,24 @@ def test_blocks_kept_as_they_are_are_the_same_numbers(
     assert all(isinstance(layer._linear, CpuQuantizedLinear) for layer in kept)
     assert_same_weights(model, load(path, cpu, quantization="none"))
     native, plain = (logits_of(path, cpu, quantization) for quantization in ("native", "none"))
+    coarser = logits_of(path, with_8_bits(), "native")
     if quantization in (Type.F16, Type.BF16):
         assert torch.equal(native, plain)
     else:
         assert_close_but_for_inputs(native, plain)
+    if quantization in (Type.Q4_0, Type.Q4_1):
+        assert_close_but_for_inputs(coarser, plain, bits=8)
+        assert_inputs_are_rounded(coarser, plain, bits=8)
+    else:
+        assert torch.equal(coarser, native)
 
 
 def test_the_packaged_model_kept_as_it_is_is_the_same_numbers(cpu: Ops) -> None:
     path = packaged_model_path()
     assert_same_weights(*(load(path, cpu, quantization=q) for q in ("native", "none")))
-    assert_close_but_for_inputs(logits_of(path, cpu, "native"), logits_of(path, cpu, "none"))
+    plain = logits_of(path, cpu, "none")
+    assert_close_but_for_inputs(logits_of(path, cpu, "native"), plain)
+    assert_close_but_for_inputs(logits_of(path, with_8_bits(), "native"), plain, bits=8)
 
 
 def test_the_packaged_model_is_what_transformers_own_loader_makes_of_it() -> None:
