@@ -42,7 +42,7 @@ bench: install
 	$(BIN)/python bench/bench_async.py
 	$(BENCH) bench/bench_step.py
 	$(BENCH) bench/bench_growth.py
-	$(BENCH) bench/bench_graphs.py
+	$(BENCH) bench/bench_graphs.py --compile
 	$(BIN)/python bench/bench_kernels.py
 	$(BIN)/python bench/bench_linears.py
 	$(BIN)/python bench/bench_mla.py

@@ -1,7 +1,7 @@
 """Weights in float, int8, int4 and as the GGUF file has them: decode steps and perplexity.
 
 One engine of each, in turns in one run; shown are medians and ratios to float. Activations that
-meet weights of 4 bits are of 16 bits, and of 8 where it says so. With --llama-cpp
+meet weights of 4 bits are of 8 bits, and of 16 where it says so. With --llama-cpp
 FOLDER, in which `npm install node-llama-cpp` was run, llama.cpp decodes the same file in turns too.
 --formats times decode steps of each format that is kept, beside float32 that takes turns with it.
 --perplexity compares them on the text of the licence, a fixed one, and beside them the same weights
