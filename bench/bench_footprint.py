@@ -1,11 +1,11 @@
 """What the service takes: time to be ready, memory, and work while idle.
 
-Memory is shown after a few requests, and when the KV caches of both roles have been written from
-one end to the other, as hours of traffic would. It is the proportional set size (PSS): a page that N processes share counts 1/N in each. Idle
-work is CPU time over 20 s, in percent of one core, after the service has answered a few requests:
-every thread's time on a core (`schedstat`), in nanoseconds. The kernel's ticks of 10 ms, which
-other tools count, are longer than all that most of these threads do in that time. Ray's own
-processes are shown apart.
+Memory is the proportional set size (PSS): a page that N processes share counts 1/N in each. It is
+shown after a few requests, and when the KV caches of both roles have been written from one end to
+the other, as hours of traffic would. Idle work is CPU time over 20 s, in percent of one core, after
+the service has answered a few requests: every thread's time on a core (`schedstat`), in
+nanoseconds. The kernel's ticks of 10 ms, which other tools count, are longer than all that most of
+these threads do in that time. Ray's own processes are shown apart.
 """
 
 import argparse
