@@ -400,7 +400,7 @@ def _causal_attention(q: Tensor, keys: Tensor, values: Tensor, scale: float, win
     """q: [S, Hq, D]; keys, values: [Hkv, C, D], the last S the queries' own. -> [S, Hq, D]."""
     q_len, num_heads, head_dim = q.shape
     num_kv_heads, context_len, _ = keys.shape
-    grouped = q.transpose(0, 1).reshape(num_kv_heads, -1, q_len, head_dim)
+    grouped = q.transpose(0, 1).reshape(num_kv_heads, num_heads // num_kv_heads, q_len, head_dim)
     scores = scale * (grouped.float() @ keys.float()[:, None].transpose(-1, -2))
     last_key = torch.arange(context_len - q_len, context_len, device=q.device)[:, None]
     positions = torch.arange(context_len, device=q.device)[None, :]

@@ -86,6 +86,7 @@ void AttentionPlan::make_room(int64_t floats) {
   const bool is_excess = workspace_floats_ > kMaxIdleFloats && floats <= kMaxIdleFloats;
   if (floats <= workspace_floats_ && !is_excess) return;
   workspace_.reset();
+  workspace_floats_ = 0;  // should there be no memory
   workspace_.reset(new float[floats]);
   workspace_floats_ = floats;
 }

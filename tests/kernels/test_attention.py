@@ -4,6 +4,9 @@ float32 tolerance 1e-5: outputs are averages of values of order 1, so they round
 exponential is good to 20 ulp (2e-6) and scores of order 10 carry up to 1e-6 into it.
 """
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -178,6 +181,42 @@ def test_what_many_sequences_took_goes_back_with_few(cpu: Ops) -> None:
     assert num_workspace_floats() == 3 * (16 + 2)
     many.attend(cpu)
     assert torch.equal(few.attend(cpu), alone)
+
+
+OUT_OF_MEMORY = """
+import resource, sys
+from pathlib import Path
+import pytest, torch
+from kernels.ops import select_ops
+from tests.kernels.paged import make_batch
+
+cpu = select_ops("cpu")
+shape = {"num_heads": 64, "num_kv_heads": 1, "head_dim": 256, "block_size": 16}
+few = make_batch([(1, 300)], **shape)
+alone = few.attend(cpu)
+many = make_batch([(8, 1000)] * 200, **shape)
+num_bytes = resource.getpagesize() * int(Path("/proc/self/statm").read_text().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (num_bytes + (500 << 20), resource.RLIM_INFINITY))
+with pytest.raises(MemoryError):
+    many.attend(cpu)
+assert torch.equal(few.attend(cpu), alone)
+"""
+
+
+def test_attention_works_again_after_memory_ran_out(cpu: Ops) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", OUT_OF_MEMORY], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_sequence_without_queries_has_no_rows(cpu: Ops, reference: Ops) -> None:
+    batch = make_batch(
+        [(1, 20), (0, 40), (3, 30)], num_heads=4, num_kv_heads=2, head_dim=16, block_size=8
+    )
+    torch.testing.assert_close(
+        batch.attend(cpu), batch.attend(reference), atol=ATTENTION_TOLERANCE, rtol=0
+    )
 
 
 def test_a_sequence_without_keys_gives_zeros(cpu: Ops) -> None:
