@@ -71,7 +71,13 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--context", type=int, default=96)
     parser.add_argument("--quantization", choices=get_args(Quantization), default="none")
-    parser.add_argument("--activation-bits", type=int, choices=get_args(ActivationBits), default=8)
+    parser.add_argument(
+        "--activation-bits",
+        type=int,
+        choices=get_args(ActivationBits),
+        default=8,
+        help="of what meets weights of 4 bits",
+    )
     arguments = parser.parse_args()
     config = load_model_config(resolve_model(arguments.model))
     if config.moe is not None and (dense := set(range(config.num_layers)) - config.moe.layers):

@@ -187,6 +187,8 @@ def config(
         print(f"# model files: {found.path}")
     elif at_hand := find_model_at_hand(loaded.model):
         fit(loaded, at_hand)
+    else:
+        print(f"the model was not checked: {loaded.model} is not on this machine", file=sys.stderr)
     print(yaml.safe_dump(user_values(loaded), sort_keys=False), end="")
 
 

@@ -197,9 +197,7 @@ def worker_configs(
     cpu = CpuOptions(activation_bits=config.cpu.activation_bits)
     num_drafts = 0 if config.speculation == "none" else config.num_draft_tokens
 
-    def common(
-        role: PrefillerConfig | DecoderConfig, num_batched: int, **spread: Any
-    ) -> dict[str, Any]:
+    def common(role: PrefillerConfig | DecoderConfig, num_batched: int) -> dict[str, Any]:
         return {
             "engine_id": "",
             "model_path": model_path,
@@ -225,39 +223,45 @@ def worker_configs(
             "lease_s": config.lease_s,
             "transfer": config.transfer,
             "tiers": config.tiers,
-            "parallel": ParallelConfig(
-                tp_size=role.tp,
-                dp_size=role.dp,
-                ep_size=role.ep,
-                moe_comm=role.moe_comm,
-                moe_exchange=role.moe_exchange,
-                eplb=role.eplb,
-                layer_sharding=role.layer_sharding,
-                shared_experts=role.shared_experts,
-                shared_experts_beside=role.shared_experts_beside,
-                sequence_parallel=role.sequence_parallel,
-                **spread,
-                dual_batch_overlap=role.dual_batch_overlap,
-                dual_batch_min_rows=role.dual_batch_min_rows,
-            ),
+            "parallel": _parallel_config(role),
         }
 
     prefiller, decoder = config.prefiller, config.decoder
     num_decode_tokens = decoder.max_num_seqs * (1 + num_drafts)
-    spread = {
-        "cp_size": prefiller.cp,
-        "cp_min_tokens": prefiller.cp_min_tokens,
-        "pp_size": prefiller.pp,
-        "pp_layers": prefiller.pp_layers,
-    }
     return (
-        WorkerConfig(**common(prefiller, prefiller.max_num_batched_tokens, **spread)),
+        WorkerConfig(**common(prefiller, prefiller.max_num_batched_tokens)),
         WorkerConfig(
             **common(decoder, num_decode_tokens + decoder.max_prefill_tokens),
             max_prefill_tokens=decoder.max_prefill_tokens,
             graph_mode=decoder.graph_mode,
             async_scheduling=decoder.async_scheduling,
         ),
+    )
+
+
+def _parallel_config(role: PrefillerConfig | DecoderConfig) -> ParallelConfig:
+    spread: dict[str, Any] = {}
+    if isinstance(role, PrefillerConfig):
+        spread = {
+            "cp_size": role.cp,
+            "cp_min_tokens": role.cp_min_tokens,
+            "pp_size": role.pp,
+            "pp_layers": role.pp_layers,
+        }
+    return ParallelConfig(
+        tp_size=role.tp,
+        dp_size=role.dp,
+        ep_size=role.ep,
+        moe_comm=role.moe_comm,
+        moe_exchange=role.moe_exchange,
+        eplb=role.eplb,
+        layer_sharding=role.layer_sharding,
+        shared_experts=role.shared_experts,
+        shared_experts_beside=role.shared_experts_beside,
+        sequence_parallel=role.sequence_parallel,
+        **spread,
+        dual_batch_overlap=role.dual_batch_overlap,
+        dual_batch_min_rows=role.dual_batch_min_rows,
     )
 
 

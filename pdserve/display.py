@@ -88,7 +88,7 @@ def print_banner(
 ) -> None:
     """Say where the service is and how to try it."""
     body = (
-        f'{{"model": "{state.model}", "stream": true, '
+        f'{{"model": "{state.model}", "stream": true, "temperature": 0, '
         '"messages": [{"role": "user", "content": "Why is the sky blue?"}]}'
     )
     prefillers, decoders = num_workers

@@ -172,7 +172,7 @@ class _Routes:
         model_id = request.path_params["model_id"]
         names = (*self._service.config.served_model_names, *self._service.adapters.names)
         if model_id not in names:
-            raise ModelNotFound(f"The model `{model_id[:100]}` does not exist", param="model")
+            raise ModelNotFound.of(model_id, names)
         return _json_response(self._model(model_id))
 
     async def tokenize(self, request: Request) -> Response:

@@ -17,9 +17,12 @@ ProxyError
 ClientDisconnected          nobody is left to tell
 """
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 import grpc
+
+_MAX_NAMES = 10  # that a message lists
 
 
 class ProxyError(Exception):
@@ -105,6 +108,12 @@ class ModelNotFound(ProxyError):
     grpc_status = grpc.StatusCode.NOT_FOUND
     error_type = "invalid_request_error"
     default_code = "model_not_found"
+
+    @classmethod
+    def of(cls, name: str, known: Sequence[str]) -> "ModelNotFound":
+        """It is none of the known ones."""
+        shown = ", ".join(known[:_MAX_NAMES]) + (", ..." if len(known) > _MAX_NAMES else "")
+        return cls(f"The model `{name[:100]}` does not exist; served: {shown}", param="model")
 
 
 class RouteNotFound(ProxyError):

@@ -75,8 +75,9 @@ class RequestBuilder:
         """
         if name is None or name == "":
             return self._names[0]
-        if name not in self._names and name not in self._adapters.names:
-            raise ModelNotFound(f"The model `{name[:100]}` does not exist", param="model")
+        known = (*self._names, *self._adapters.names)
+        if name not in known:
+            raise ModelNotFound.of(name, known)
         return name
 
     async def chat(self, body: ChatCompletionBody) -> GenerationRequest:

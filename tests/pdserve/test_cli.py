@@ -53,6 +53,13 @@ def test_config_checks_a_model_that_is_at_hand(tmp_path: Path) -> None:
     assert isinstance(config("--model", str(tmp_path)), BadModel)
 
 
+def test_config_says_when_it_did_not_check_the_model() -> None:
+    result = CliRunner().invoke(app, ["config", "--model", "/no/such"])
+    assert (result.exit_code, yaml.safe_load(result.stdout)["model"]) == (0, "/no/such")
+    assert result.stderr == "the model was not checked: /no/such is not on this machine\n"
+    assert CliRunner().invoke(app, ["config"]).stderr == ""
+
+
 def test_a_wrong_configuration_ends_with_status_2_and_one_line_per_problem() -> None:
     result = run("up", "--set", "http_prot=1", "--set", "decoder.replicsa=2")
     assert result.returncode == 2

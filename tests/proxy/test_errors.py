@@ -168,7 +168,7 @@ CASES = {
     "unknown model": Case(
         {"model": "gpt-9"},
         "model",
-        ("gpt-9",),
+        ("gpt-9", f"served: {MODEL}"),
         status=404,
         code="model_not_found",
         grpc_status=grpc.StatusCode.NOT_FOUND,
