@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,6 @@ def test_what_a_ray_left_that_did_not_start_is_ended(
     tmp_path: Path, raylet_ends: str, expected: str
 ) -> None:
     # NOTE: whoever starts Ray ends all that runs below it, which here would be other tests' Ray.
-    started_s = time.monotonic()
     result = subprocess.run(
         [sys.executable, "-m", "tests.pdserve.failed_ray_start", str(tmp_path), raylet_ends],
         capture_output=True,
@@ -35,7 +33,6 @@ def test_what_a_ray_left_that_did_not_start_is_ended(
     assert result.returncode == 0, result.stderr
     left, reason = result.stdout.splitlines()
     assert reason == expected
-    assert time.monotonic() - started_s < 50
     assert not is_alive(int(left))
     assert not (tmp_path / "ray_processes").exists()
 
