@@ -110,7 +110,7 @@ class ModelNotFound(ProxyError):
     default_code = "model_not_found"
 
     @classmethod
-    def of(cls, name: str, known: Sequence[str]) -> "ModelNotFound":
+    def of(cls, name: str, known: Sequence[str]) -> Self:
         """It is none of the known ones."""
         shown = ", ".join(known[:_MAX_NAMES]) + (", ..." if len(known) > _MAX_NAMES else "")
         return cls(f"The model `{name[:100]}` does not exist; served: {shown}", param="model")
