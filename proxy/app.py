@@ -21,6 +21,7 @@ from proxy.errors import (
     InternalError,
     InvalidRequest,
     MethodNotAllowed,
+    ModelNotFound,
     ProxyError,
     RouteNotFound,
     Unauthenticated,
@@ -169,7 +170,11 @@ class _Routes:
     async def model(self, request: Request) -> Response:
         """GET /v1/models/{model_id}."""
         model_id = request.path_params["model_id"]
-        return _json_response(self._model(self._service.builder.check_model(model_id)))
+        # NOTE: not `check_model`: there no name is the default one, here it is none.
+        names = (*self._service.config.served_model_names, *self._service.adapters.names)
+        if model_id not in names:
+            raise ModelNotFound.of(model_id, names)
+        return _json_response(self._model(model_id))
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize, with a prompt or with messages."""

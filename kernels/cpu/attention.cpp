@@ -202,7 +202,7 @@ class Attention {
       float* partial = plan_.partials_of(*m, item.kv_head, item.first_tile);
       for (int64_t query = 0; query < m->num_queries; ++query) {
         const int64_t limit = m->num_keys - (m->num_queries - 1 - query);
-        const int64_t first = args_.window ? std::max<int64_t>(0, limit - args_.window) : 0;
+        const int64_t first = args_.first_seen(limit);
         for (int64_t g = 0; g < group_; ++g) {
           *row++ = {first, limit, partial};
           if (partial) partial += dim_ + 2;

@@ -42,7 +42,7 @@ int64_t AttentionPlan::limit(int64_t seq, int64_t query) const {
 
 // The first key that query `query` of `seq` sees.
 int64_t AttentionPlan::first_seen(int64_t seq, int64_t query) const {
-  return args_->window ? std::max<int64_t>(0, limit(seq, query) - args_->window) : 0;
+  return args_->first_seen(limit(seq, query));
 }
 
 bool AttentionPlan::is_split(int64_t seq) const {

@@ -2,6 +2,7 @@
 // which does not.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -41,6 +42,11 @@ struct AttentionArgs {
   int64_t num_seqs, num_heads, num_kv_heads, block_size;
   int64_t window;  // a query sees this many keys up to its own; 0: all
   float scale;
+
+  // The first key that a query sees, whose own is the last before `limit`.
+  int64_t first_seen(int64_t limit) const {
+    return window ? std::max<int64_t>(0, limit - window) : 0;
+  }
 };
 
 void paged_attention(const AttentionArgs& args);
